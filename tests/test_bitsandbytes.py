@@ -7,7 +7,7 @@ from torch import nn
 
 from bmt_comm import local_tensor, slice_of
 from bmt_optim import AdamW8bit
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 from bmt_zero import shard
 
 # Without decay, which bitsandbytes has before the step or after it, by device and number of bits.
@@ -27,13 +27,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     for _ in range(STEPS):
         for p in model.parameters():
             where = slice_of(p)
-            p.grad = cut(torch.randn(where.shape, generator=generator), where)
+            p.grad = shard_of(torch.randn(where.shape, generator=generator), where)
         optimizer.step()
         optimizer.zero_grad()
 
 
 def whole(param: torch.Tensor) -> torch.Tensor:
-    return assemble(local_tensor(param.detach()), slice_of(param)).clone()
+    return unshard(local_tensor(param.detach()), slice_of(param)).clone()
 
 
 def check(found: nn.Module, expected: nn.Module, start: list[torch.Tensor]) -> None:

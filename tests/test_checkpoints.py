@@ -22,7 +22,7 @@ import bmt_kernels
 import bmt_zero
 import bmtrain as bmt
 from bmt_comm import slice_of
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints.manifest import parse_manifest, record_of
 from bmt_zero.checkpoints.memory import Snapshot
@@ -146,7 +146,7 @@ def parts(model: nn.Module, optimizers: list[Any]) -> dict[str, tuple[Any, Tenso
 @torch.no_grad()
 def fill(model: nn.Module, optimizers: list[Any], seed: int) -> None:
     for name, (where, tensor) in parts(model, optimizers).items():
-        tensor.copy_(cut(values(name, where.shape, tensor.dtype, seed), where))
+        tensor.copy_(shard_of(values(name, where.shape, tensor.dtype, seed), where))
     for optimizer in optimizers:
         records = [record for record in optimizer.state_records() if record.key == "step"]
         for record in records:
@@ -156,7 +156,7 @@ def fill(model: nn.Module, optimizers: list[Any], seed: int) -> None:
 
 def check(model: nn.Module, optimizers: list[Any], seed: int) -> None:
     for name, (where, tensor) in parts(model, optimizers).items():
-        assert torch.equal(tensor, cut(values(name, where.shape, tensor.dtype, seed), where)), name
+        assert torch.equal(tensor, shard_of(values(name, where.shape, tensor.dtype, seed), where)), name
     for optimizer in optimizers:
         assert {int(r.tensor) for r in optimizer.state_records() if r.key == "step"} == {seed}
 
@@ -268,7 +268,7 @@ def test_generated_models_at_generated_layouts(seed: int, written: str, tmp_path
 def grads(step: int, params: list[Tensor]) -> None:
     for n, p in enumerate(params):
         where = slice_of(p)
-        p.grad = cut(values(f"gradient {n}", where.shape, torch.float32, step), where).to(p.dtype)
+        p.grad = shard_of(values(f"gradient {n}", where.shape, torch.float32, step), where).to(p.dtype)
 
 
 @pytest.mark.ranks(2)

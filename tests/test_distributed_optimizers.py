@@ -40,7 +40,7 @@ from bmt_optim import (
     engine,
     to_distributed,
 )
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
@@ -176,7 +176,7 @@ def gathered(named: Iterable[tuple[str, Tensor]], value: Callable[[Tensor], Tens
     for name, param in named:
         found, where = value(param), slice_of(param)
         local = torch.zeros(where.local_shape) if found is None else local_tensor(found.detach())
-        mine[name] = assemble(local, where)
+        mine[name] = unshard(local, where)
     everywhere: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     union: dict[str, Tensor] = {}
@@ -317,13 +317,13 @@ def test_ddp(ctx: ParallelContext) -> None:
 def test_a_sum_over_one_stage_in_place_of_all_is_noticed(ctx: ParallelContext) -> None:
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions: Any, record: Any, *meanwhile: Any) -> None:
+    def broken(reductions: Any, record: Any, *overlap: Any) -> None:
         # Parameters outside the layers are spread over the world. The overflow flag, a single number, is spared.
         flags = [r for r in reductions if r.value.numel() == 1]
         others = [r for r in reductions if r.value.numel() > 1]
         for r in others:
             r.comm = ctx.zero
-        reduce_packed(others, record, *meanwhile)
+        reduce_packed(others, record, *overlap)
         reduce_packed(flags, record)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What Adafactor and CAME are held to alike: their reference packages, on whole tensors in fp64."""
+"""What Adafactor and CAME are held to alike: their reference packages, on unsharded tensors in fp64."""
 
 import copy
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, layout, shards, tensors, train, undivided_layout, update_error
+from layouts import layout, shard_slice, shards, tensors, train, undivided_layout, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -14,9 +14,9 @@ from bmt_comm import slice_of
 from bmt_optim import engine
 from bmt_optim.engine import run
 from bmt_optim.factored import FactoredAverage
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 
-# With tensor parallelism they are cut, in turn, along dimension 0 (the first as a fused weight), 1, and not at all;
+# With tensor parallelism they are sharded, in turn, along dimension 0 (the first as a fused weight), 1, and not at all;
 # vectors along 0, or not.
 SHAPES = [(12, 5), (7, 4), (3, 9), (4, 6, 3, 2), (3, 8, 5), (2, 3, 3, 3), (6,), (5,), (), (7, 6), (1, 6)]
 FACTORED = [shape for shape in SHAPES if len(shape) > 1]
@@ -67,17 +67,17 @@ def check(case, ctx, **options):
     made = optimizer.communication
     assert made.rounds == case.rounds * (ctx.world_size > 1)
     # Over zero; with tensor parallelism over tp_zero, where there are several ranks in it, and over tp.
-    comms = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 2 + (ctx.data_size > 1)
-    assert (comms > 0) * case.rounds <= made.collectives <= comms * case.rounds
-    assert (made.bytes > 0) == (comms > 0)
+    groups = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 2 + (ctx.data_size > 1)
+    assert (groups > 0) * case.rounds <= made.collectives <= groups * case.rounds
+    assert (made.bytes > 0) == (groups > 0)
 
 
 def check_faults(case, ctx, fault):
     """On 4 ranks, 2 of them tensor-parallel: a comparison with the reference notices the fault."""
     reduce_packed, update = engine.reduce_packed, FactoredAverage.update
-    shapes = [(12, 5), (7, 4), (3, 9), (4, 6, 3, 2), (3, 8, 5)]  # cut evenly, for messages of the same sizes
+    shapes = [(12, 5), (7, 4), (3, 9), (4, 6, 3, 2), (3, 8, 5)]  # sharded evenly, for messages of the same sizes
 
-    def broken(reductions, record, *meanwhile):
+    def broken(reductions, record, *overlap):
         if fault == "no reduction":
             return
         if fault == "none over data":
@@ -88,7 +88,7 @@ def check_faults(case, ctx, fault):
             for r in reductions:
                 if r.comm is ctx.tp_zero and r.value.numel() > 1:
                     r.comm = ctx.tp
-        reduce_packed(reductions, record, *meanwhile)
+        reduce_packed(reductions, record, *overlap)
 
     def local_mean(self, results, decay):
         update(self, results, decay)
@@ -148,8 +148,8 @@ def check_undivided(case, ctx):
     saved = [optimizer.state_dict(gather=True)]
     dist.broadcast_object_list(saved)
     check_statistics(case, saved[0]["state"])
-    weights = [assemble(p.detach(), slice_of(p)) for p in params]
-    moved = shards(weights, [cut_slice(s, ctx.world) for s in SHAPES])
+    weights = [unshard(p.detach(), slice_of(p)) for p in params]
+    moved = shards(weights, [shard_slice(s, ctx.world) for s in SHAPES])
     resharded = case.optimizer(moved)
     resharded.load_state_dict(saved[0])
     back = case.optimizer(shards(weights, undivided_layout(ctx, SHAPES)))
@@ -169,14 +169,14 @@ def check_missing_gradients(case, ctx):
         groups = [{"params": params[:1], "weight_decay": 0.2}, {"params": params[1:]}]
         return kind(groups, **case.options)
 
-    params, whole = shards(start, layout(ctx, shapes)), [nn.Parameter(t.double()) for t in start]
-    ours, theirs = make(params, case.ours), make(whole, case.theirs)
+    params, unsharded = shards(start, layout(ctx, shapes)), [nn.Parameter(t.double()) for t in start]
+    ours, theirs = make(params, case.ours), make(unsharded, case.theirs)
     for step in range(3):
-        for p, q, g in zip(params[:2], whole, tensors(shapes, step)):
-            p.grad, q.grad = cut(g, slice_of(p)), g.double()
+        for p, q, g in zip(params[:2], unsharded, tensors(shapes, step)):
+            p.grad, q.grad = shard_of(g, slice_of(p)), g.double()
         ours.step()
         theirs.step()
-    assert update_error(params, whole, start) <= 1e-5
+    assert update_error(params, unsharded, start) <= 1e-5
     assert ours.communication.collectives == case.rounds * (ctx.world_size > 1)  # for both groups
 
 
@@ -202,8 +202,8 @@ def check_half(case, ctx, dtype):
     assert not any("master" in entry for entry in optimizer.state.values())
     # Ten roundings, each by less than a unit in the last place.
     for p, q, s in zip(params, expected, start):
-        found, largest = assemble(p.detach(), slice_of(p)).double(), torch.maximum(q.abs(), s.abs()).max()
-        assert ((found - q).abs() <= 10 * torch.finfo(dtype).eps * largest).all()
+        unsharded, largest = unshard(p.detach(), slice_of(p)).double(), torch.maximum(q.abs(), s.abs()).max()
+        assert ((unsharded - q).abs() <= 10 * torch.finfo(dtype).eps * largest).all()
 
 
 def check_state(case, ctx, dtype):
@@ -217,9 +217,9 @@ def check_state(case, ctx, dtype):
     dist.broadcast_object_list(saved)
     if dtype is torch.float32:
         check_statistics(case, saved[0]["state"])
-    weights = [assemble(p.detach(), slice_of(p)) for p in params]
+    weights = [unshard(p.detach(), slice_of(p)) for p in params]
     # By rows only, and at the same layout with the local state.
-    others = [cut_slice(s, ctx.world) for s in SHAPES]
+    others = [shard_slice(s, ctx.world) for s in SHAPES]
     moved, same = shards(weights, others, dtype), shards(weights, layout(ctx, SHAPES), dtype)
     resharded, resumed = case.optimizer(moved), case.optimizer(same)
     resharded.load_state_dict(saved[0])
@@ -238,8 +238,8 @@ def check_statistics(case, state):
     for index, theirs in reference.state_dict()["state"].items():
         ours = state[index]
         assert int(ours["step"]) == int(theirs["step"]) == 5
-        matrix = len(SHAPES[index]) > 1
-        keys = {f"{name}_{side}" for name in case.names for side in ("row", "col")} if matrix else {"exp_avg_sq"}
+        is_matrix = len(SHAPES[index]) > 1
+        keys = {f"{name}_{side}" for name in case.names for side in ("row", "col")} if is_matrix else {"exp_avg_sq"}
         assert keys <= set(ours) <= set(theirs)
         for key in set(ours) - {"step"}:
             torch.testing.assert_close(ours[key], theirs[key].float(), rtol=1e-5, atol=1e-6)
@@ -256,11 +256,11 @@ def check_interchange(case, ctx):
     train(ours, params, range(5, 8), gradients)
     saved = [ours.state_dict(gather=True)]
     dist.broadcast_object_list(saved)
-    whole = [nn.Parameter(assemble(p.detach(), slice_of(p)).double()) for p in params]
-    other = case.theirs(whole, **case.options)
+    unsharded = [nn.Parameter(unshard(p.detach(), slice_of(p)).double()) for p in params]
+    other = case.theirs(unsharded, **case.options)
     other.load_state_dict(saved[0])
-    case.go_on(whole, other, range(8, 10))
-    assert update_error(whole, case.reference(range(10))[0], start) <= 1e-5
+    case.go_on(unsharded, other, range(8, 10))
+    assert update_error(unsharded, case.reference(range(10))[0], start) <= 1e-5
 
 
 def check_overflow(case, ctx):
@@ -270,7 +270,7 @@ def check_overflow(case, ctx):
     train(optimizer, params, range(2), gradients)
     before, state = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     for p, g in zip(params, gradients(2)):
-        p.grad = cut(g, slice_of(p)) * 2
+        p.grad = shard_of(g, slice_of(p)) * 2
     for flagged in (True, False):
         flag = torch.tensor(float(flagged and ctx.rank == ctx.world_size - 1))
         step = optimizer.begin_step(scale=4, grad_factor=torch.tensor(2.0))
@@ -295,27 +295,27 @@ class Mlp(nn.Module):
 
 
 def check_fsdp(case):
-    """DTensors of FSDP2 are trained as the whole, and gathered as the reference's state."""
+    """DTensors of FSDP2 are trained as unsharded parameters, and gathered as the reference's state."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start, model = Mlp().double(), [p.detach().clone() for p in Mlp().parameters()], Mlp()
     fully_shard(model.layers[0])
     fully_shard(model)
-    params, whole = list(model.parameters()), list(plain.parameters())
-    ours, theirs = case.optimizer(params), case.theirs(whole, **case.options)
+    params, unsharded = list(model.parameters()), list(plain.parameters())
+    ours, theirs = case.optimizer(params), case.theirs(unsharded, **case.options)
     for step in range(10):
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-        # Gradients come from the whole model, for Adafactor makes updates of their sign that of nearly 0.
+        # Gradients come from the unsharded model: Adafactor turns the sign of one that is nearly 0 into an update.
         plain.zero_grad()
         ours.zero_grad()
         plain(x.double()).pow(2).sum().backward()
         model(x[rank * 6 // size : (rank + 1) * 6 // size]).pow(2).sum().backward()
-        for p, q in zip(params, whole):
+        for p, q in zip(params, unsharded):
             local = p.grad.to_local()
-            local.copy_(cut(q.grad.float(), slice_of(p)))
+            local.copy_(shard_of(q.grad.float(), slice_of(p)))
         ours.step()
         theirs.step()
-    assert update_error(params, whole, start) <= 1e-5
+    assert update_error(params, unsharded, start) <= 1e-5
     assert ours.communication.collectives == case.rounds
     state = ours.state_dict(gather=True)["state"]
     assert len(state) == (4 if rank == 0 else 0)

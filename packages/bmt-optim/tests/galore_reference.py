@@ -16,8 +16,8 @@ def _folder():
     """Where galore-torch is installed, or ``None``."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    found = importlib.util.find_spec("galore_torch")
-    return None if found is None else Path(found.origin).parent
+    spec = importlib.util.find_spec("galore_torch")
+    return None if spec is None else Path(spec.origin).parent
 
 
 FOLDER = _folder()
@@ -40,9 +40,9 @@ def reference_optimizer(groups, **options):
 
 def on_rank_0(compute):
     """What ``compute`` returns on rank 0, on all ranks: the import is slow."""
-    found = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
+    shared = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def trained(start, groups_of, gradients, steps, **options):

@@ -11,7 +11,7 @@ import bmt_optim.adam_offload
 from bmt_comm import Slice, slice_of
 from bmt_kernels import OffloadPipeline, offload
 from bmt_optim import AdamOffloadOptimizer
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(37, 29), (5,), (), (3, 100, 2), (0, 4), (401,), (1, 3), (64, 11)]
@@ -117,7 +117,7 @@ def end_to_end(tensors, dtypes=DTYPES):
 
 def set_grads(params, tensors, scale=1.0):
     for p, g in zip(params, tensors):
-        mine = cut(g * scale, slice_of(p)).to(p.dtype)
+        mine = shard_of(g * scale, slice_of(p)).to(p.dtype)
         if p.grad is None:
             p.grad = mine.clone()
         else:
@@ -130,12 +130,12 @@ def train(optimizer, params, steps, scale=1.0, shapes=SHAPES):
         optimizer.step(scale=scale)
 
 
-def assert_same_state(found, expected):
-    assert found["state"].keys() == expected["state"].keys()
+def assert_same_state(actual, expected):
+    assert actual["state"].keys() == expected["state"].keys()
     for index, entry in expected["state"].items():
-        assert found["state"][index].keys() == entry.keys()
+        assert actual["state"][index].keys() == entry.keys()
         for key, value in entry.items():
-            assert torch.equal(found["state"][index][key], value), (index, key)
+            assert torch.equal(actual["state"][index][key], value), (index, key)
 
 
 def assert_same(optimizer, params, reference, expected):
@@ -148,7 +148,7 @@ def assert_same(optimizer, params, reference, expected):
 
 
 def row_slice(shape, comm, tp_dim=None, tp_comm=None):
-    """The slice of the rank-th of ``comm.size`` ragged row ranges, of a piece cut evenly enough over ``tp_comm``."""
+    """The slice of the rank-th of ``comm.size`` ragged row ranges, with ``tp_dim`` sharded almost evenly."""
     tp_offset = tp_extent = 0
     rows = shape[0] if shape else 1
     if tp_dim is None:
@@ -162,8 +162,8 @@ def row_slice(shape, comm, tp_dim=None, tp_comm=None):
 
 
 def shards(tensors, slices):
-    """Parts of the tensors, those of one dtype end to end; where there is no slice, the whole tensor."""
-    params = end_to_end([t if where is None else cut(t, where) for t, where in zip(tensors, slices)])
+    """Shards of the tensors, those of one dtype end to end; where there is no slice, the full tensor."""
+    params = end_to_end([t if where is None else shard_of(t, where) for t, where in zip(tensors, slices)])
     for p, where in zip(params, slices):
         if where is not None:
             p.bmt_slice = where

@@ -1,4 +1,4 @@
-"""Adafactor over shards is transformers.Adafactor on whole tensors."""
+"""Adafactor over shards is transformers.Adafactor on one device."""
 
 import math
 
@@ -6,7 +6,7 @@ import factored_checks as checks
 import pytest
 import torch
 from factored_checks import FAULTS, Case
-from layouts import cut_slice, shards, tensors, train
+from layouts import shard_slice, shards, tensors, train
 from torch import nn
 
 from bmt_optim import Adafactor, DistributedAdafactor
@@ -86,14 +86,14 @@ def test_a_skipped_step_changes_nothing(ctx):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     checks.check_fsdp(MOMENTUM)
 
 
 @pytest.mark.ranks(2)
 def test_what_travels_is_columns_and_a_few_numbers(ctx):
     shapes = [(300, 20), (50, 70), (9,)]
-    params = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
+    params = shards(tensors(shapes), [shard_slice(s, ctx.world) for s in shapes])
     optimizer = Adafactor(params)
     train(optimizer, params, range(1), lambda step: tensors(shapes, step))
     # The columns; of matrices the sums of squares and of the averages before; of all their sizes and the updates'.

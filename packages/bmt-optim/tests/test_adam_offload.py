@@ -232,22 +232,22 @@ def test_an_overflow_under_a_manager_changes_nothing(ctx):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shards_are_trained_as_by_adam_and_gathered_as_on_one_process(ctx, variant):
     slices = mixed_slices(ctx)
-    ours, expected, whole = shards(values(), slices), shards(values(), slices), separate(values())
+    ours, expected, unsharded = shards(values(), slices), shards(values(), slices), separate(values())
     with making(variant) as make:
         optimizer = make(ours, record_delta=True, **OPTIONS)
-        reference, alone = AdamOptimizer(expected, **OPTIONS), AdamOptimizer(whole, **OPTIONS)
-        for o, params in ((optimizer, ours), (reference, expected), (alone, whole)):
+        reference, alone = AdamOptimizer(expected, **OPTIONS), AdamOptimizer(unsharded, **OPTIONS)
+        for o, params in ((optimizer, ours), (reference, expected), (alone, unsharded)):
             train(o, params, range(10))
         assert_same(optimizer, ours, reference, expected)
-        found = optimizer.state_dict(gather=True)
+        gathered = optimizer.state_dict(gather=True)
         if ctx.rank:
-            assert found["state"] == {}
+            assert gathered["state"] == {}
         else:
-            assert_same_state(found, alone.state_dict())
-        kept = copy.deepcopy(found)
+            assert_same_state(gathered, alone.state_dict())
+        kept = copy.deepcopy(gathered)
         train(optimizer, ours, [10])
         optimizer.synchronize()
-        assert_same_state(found, kept)  # it is a copy
+        assert_same_state(gathered, kept)  # it is a copy
 
 
 class Mlp(nn.Module):
@@ -303,12 +303,12 @@ def test_on_a_gpu_the_state_is_in_host_memory_and_the_update_that_of_adam(comput
     assert grown == 0
     (reference, expected), (optimizer, ours) = results
     assert all(torch.equal(p, q) for p, q in zip(ours, expected))
-    found = optimizer.state_dict()["state"]
+    state = optimizer.state_dict()["state"]
     for index, entry in reference.state_dict()["state"].items():
         for key, value in entry.items():
-            assert found[index][key].device.type == "cpu"
-            assert torch.equal(found[index][key], value.cpu())
-            assert key == "step" or found[index][key].is_pinned() == (compute == "device")
+            assert state[index][key].device.type == "cpu"
+            assert torch.equal(state[index][key], value.cpu())
+            assert key == "step" or state[index][key].is_pinned() == (compute == "device")
     assert optimizer.get_var_delta() > 0
     moved = [p.detach().cpu() for p in ours]
     for p, data in zip(ours, moved):  # the state stays where it is

@@ -60,7 +60,7 @@ def test_its_state_has_the_same_bytes_over_tensor_parallel_shards(ctx):
 
 
 def check_bytes(ctx, make_layout):
-    whole, reference = alone(100, 4)
+    unsharded, reference = alone(100, 4)
     params = shards(tensors(SHAPES), make_layout(ctx, SHAPES))
     optimizer = AdamW8bit(params, min_8bit_size=100, **OPTIONS)
     train(optimizer, params, range(3), gradients)
@@ -72,7 +72,7 @@ def check_bytes(ctx, make_layout):
     for index, entry in reference.state_dict()["state"].items():
         assert entry.keys() == state[index].keys()
         assert all(torch.equal(value, state[index][key]) for key, value in entry.items())
-    assert update_error(params, [p.detach() for p in whole], tensors(SHAPES)) <= 1e-6
+    assert update_error(params, [p.detach() for p in unsharded], tensors(SHAPES)) <= 1e-6
 
 
 @pytest.mark.ranks(2)
@@ -115,15 +115,15 @@ def test_its_state_goes_to_bitsandbytes_and_back(ctx):
     params = shards(tensors(shapes), layout(ctx, shapes), torch.bfloat16)
     optimizer = AdamW8bit(params, **OPTIONS)
     train(optimizer, params, range(2), lambda step: tensors(shapes, step))
-    found = ctx.world.all_gather_object(optimizer.bitsandbytes_state_dict())[0]
-    assert set(found["param_groups"][0]) == {"params", "lr", "betas", "eps", "weight_decay"}
-    large, small = found["state"].values()
+    theirs = ctx.world.all_gather_object(optimizer.bitsandbytes_state_dict())[0]
+    assert set(theirs["param_groups"][0]) == {"params", "lr", "betas", "eps", "weight_decay"}
+    large, small = theirs["state"].values()
     assert set(large) == {"step", *(f"{name}{n}" for name in ("state", "absmax", "qmap") for n in (1, 2))}
     assert set(small) == {"step", "state1", "state2"}  # in fp32, as bitsandbytes has fewer than 4096 elements
     assert large["step"] == 2
     assert large["state1"].dtype is torch.uint8
-    whole = ctx.world.all_gather_object(optimizer.state_dict(gather=True)["state"])[0]
-    for entry, ours in zip(found["state"].values(), whole.values()):
+    unsharded = ctx.world.all_gather_object(optimizer.state_dict(gather=True)["state"])[0]
+    for entry, ours in zip(theirs["state"].values(), unsharded.values()):
         for n, key in enumerate(("exp_avg", "exp_avg_sq"), 1):
             assert torch.equal(entry[f"state{n}"], ours[key])
     blocks = large["state1"].flatten().split(256)
@@ -133,7 +133,7 @@ def test_its_state_goes_to_bitsandbytes_and_back(ctx):
         expected = 0.8 * expected + 0.2 * tensors(shapes, step)[0].bfloat16().float()
     assert (torch.cat(moments).view(shapes[0]) - expected).norm() < 0.02 * expected.norm()
     again = AdamW8bit(params)
-    again.load_state_dict(found)
+    again.load_state_dict(theirs)
     assert torch.equal(again.state[params[0]]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
     optimizer.param_groups[0]["percentile_clipping"] = 5
     with pytest.raises(ValueError, match="percentile_clipping"):

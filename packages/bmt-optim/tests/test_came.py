@@ -1,4 +1,4 @@
-"""CAME over shards is came_pytorch.CAME on whole tensors."""
+"""CAME over shards is came_pytorch.CAME on one device."""
 
 import factored_checks as checks
 import pytest
@@ -47,7 +47,7 @@ def test_a_confidence_that_is_the_second_moment_is_noticed(ctx):
         optimizer = CASE.optimizer(params)
         optimizer.state_dict()
         for p, entry in optimizer.state.items() if aliased else ():
-            if "exp_avg_res_row" in entry and p.bmt_slice.shape[0] > 1:  # what is not cut raises
+            if "exp_avg_res_row" in entry and p.bmt_slice.shape[0] > 1:  # what is not sharded raises
                 entry["exp_avg_res_row"], entry["exp_avg_res_col"] = entry["exp_avg_sq_row"], entry["exp_avg_sq_col"]
         train(optimizer, params, range(10), checks.gradients)
         assert (update_error(params, expected, start) > 0.1) is aliased
@@ -91,7 +91,7 @@ def test_a_skipped_step_changes_nothing(ctx):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     checks.check_fsdp(CASE)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import bmt_optim
 from bmt_comm import slice_of
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 CLASSES = {
     "Adam": {},
@@ -187,9 +187,9 @@ def test_the_default_dtype_changes_nothing(ctx, default):
             optimizer = getattr(bmt_optim, name)(groups, lr=0.02, **CLASSES[name])
             manager = bmt_optim.OptimManager(loss_scale=4, grad_scale=1)
             manager.add_optimizer(optimizer)
-            for whole in grads:
-                for p, g in zip(params, whole):
-                    p.grad = cut(g, slice_of(p)).clone() if p.numel() else None
+            for unsharded in grads:
+                for p, g in zip(params, unsharded):
+                    p.grad = shard_of(g, slice_of(p)).clone() if p.numel() else None
                 manager.clip_grad_norm(params, 1.0)
                 assert manager.step()
             return params, optimizer.state_dict()["state"]

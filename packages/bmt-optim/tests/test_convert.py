@@ -1,4 +1,4 @@
-"""Optimizers of other classes go on over shards as they would have gone on over whole tensors."""
+"""Optimizers of other classes go on over shards as they would have gone on over unsharded ones."""
 
 import copy
 import functools
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from galore_reference import FOLDER, reference_optimizer
-from layouts import cut_slice, layout, shards, tensors, update_error
+from layouts import layout, shard_slice, shards, tensors, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -26,7 +26,7 @@ from bmt_optim import (
 )
 from bmt_optim.adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from bmt_optim.convert import distributed_where_needed
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5)]
 
@@ -106,7 +106,7 @@ def gradients(step, shapes=SHAPES):
 def train(optimizer, params, steps, shapes=SHAPES):
     for step in steps:
         for p, g in zip(params, gradients(step, shapes)):
-            p.grad = cut(g, slice_of(p)).clone()
+            p.grad = shard_of(g, slice_of(p)).clone()
         optimizer.step()
 
 
@@ -117,24 +117,24 @@ def check_continuation(ctx, name, in_place):
     for index, group in enumerate(optimizer.param_groups):
         group["mine"] = index
     train(optimizer, params, range(5))
-    whole = copy.deepcopy((params, optimizer))
+    unsharded = copy.deepcopy((params, optimizer))
     if in_place:
         for p, where in zip(params, layout(ctx, SHAPES)):
-            p.data = cut(p.detach(), where).clone()
+            p.data = shard_of(p.detach(), where).clone()
             p.bmt_slice = where
-        found = to_distributed(optimizer)
+        converted = to_distributed(optimizer)
     else:
         old = params
         params = shards(old, layout(ctx, SHAPES))
         order = {p: n for n, p in enumerate(old)}
-        found = to_distributed(optimizer, [params[order[p]] for g in optimizer.param_groups for p in g["params"]])
-    assert isinstance(found, DistributedOptimizer)
-    assert found.param_groups is optimizer.param_groups
-    assert [group["mine"] for group in found.param_groups] == list(range(len(found.param_groups)))
-    assert found.state[found.param_groups[0]["params"][0]]["step"] in ((0,) if "Muon" in name else (5,))
-    train(found, params, range(5, 10))
-    train(whole[1], whole[0], range(5, 10))
-    assert update_error(params, whole[0], start) <= 1e-5, name
+        converted = to_distributed(optimizer, [params[order[p]] for g in optimizer.param_groups for p in g["params"]])
+    assert isinstance(converted, DistributedOptimizer)
+    assert converted.param_groups is optimizer.param_groups
+    assert [group["mine"] for group in converted.param_groups] == list(range(len(converted.param_groups)))
+    assert converted.state[converted.param_groups[0]["params"][0]]["step"] in ((0,) if "Muon" in name else (5,))
+    train(converted, params, range(5, 10))
+    train(unsharded[1], unsharded[0], range(5, 10))
+    assert update_error(params, unsharded[0], start) <= 1e-5, name
 
 
 @pytest.mark.ranks(1, 3)
@@ -153,9 +153,9 @@ def test_state_and_options_go_on_over_tensor_parallel_shards(ctx):
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_groups_added_later_have_the_options_that_the_optimizer_was_made_with(name):
     make, options = UNUSUAL[name]
-    found = to_distributed(make([nn.Parameter(torch.ones(3, 2))], **options))
-    found.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-    assert options.items() <= found.param_groups[-1].items()
+    converted = to_distributed(make([nn.Parameter(torch.ones(3, 2))], **options))
+    converted.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert options.items() <= converted.param_groups[-1].items()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -167,21 +167,23 @@ def test_half_precision_goes_on_in_fp32_from_the_rounded_state(dtype):
         for p, g in zip(halves, gradients(step, shapes)):
             p.grad = g.to(dtype)
         given.step()
-    whole = [nn.Parameter(p.detach().float()) for p in halves]
-    reference = torch.optim.AdamW(whole, lr=0.1)
+    unsharded = [nn.Parameter(p.detach().float()) for p in halves]
+    reference = torch.optim.AdamW(unsharded, lr=0.1)
     reference.load_state_dict(given.state_dict())  # which makes it fp32, too
-    found = to_distributed(given)
+    converted = to_distributed(given)
     for step in (2, 3):
-        for p, q, g in zip(halves, whole, gradients(step, shapes)):
+        for p, q, g in zip(halves, unsharded, gradients(step, shapes)):
             p.grad = g.to(dtype)
             q.grad = p.grad.float()
-        found.step()
+        converted.step()
         reference.step()
-    for p, q in zip(halves, whole):
-        assert {t.dtype for t in found.state[p].values() if torch.is_tensor(t)} == {torch.float32}
-        torch.testing.assert_close(found.state[p]["master"], q.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.state[p]["exp_avg_sq"], reference.state[q]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
-        assert torch.equal(p, found.state[p]["master"].to(dtype))
+    for p, q in zip(halves, unsharded):
+        assert {t.dtype for t in converted.state[p].values() if torch.is_tensor(t)} == {torch.float32}
+        torch.testing.assert_close(converted.state[p]["master"], q.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            converted.state[p]["exp_avg_sq"], reference.state[q]["exp_avg_sq"], rtol=1e-6, atol=1e-7
+        )
+        assert torch.equal(p, converted.state[p]["master"].to(dtype))
 
 
 @pytest.mark.ranks(2, init=False)
@@ -190,38 +192,38 @@ def test_what_was_trained_as_dtensors_goes_on():
     start = tensors([(5, 4), (5,)], 7)
     # The others cannot step DTensors themselves.
     for name, trained in (("AdamW", 3), ("torch Adafactor", 0), ("Adafactor", 0), ("CAME", 0)):
-        whole, sharded = (nn.Linear(4, 5) for _ in range(2))
-        for model in (whole, sharded):
+        unsharded, sharded = (nn.Linear(4, 5) for _ in range(2))
+        for model in (unsharded, sharded):
             model.load_state_dict(dict(zip(("weight", "bias"), start)))
         fully_shard(sharded)
-        theirs, converted = (MAKERS[name](model.parameters()) for model in (whole, sharded))
+        theirs, converted = (MAKERS[name](model.parameters()) for model in (unsharded, sharded))
         for step in range(6):
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-            for model, part in ((whole, x), (sharded, x[2 * dist.get_rank() :][:2])):
+            for model, part in ((unsharded, x), (sharded, x[2 * dist.get_rank() :][:2])):
                 model.zero_grad()
                 model(part).pow(2).mean().backward()
             if step == trained:
-                middle = [p.detach().clone() for p in whole.parameters()]
-                found = to_distributed(converted)
+                middle = [p.detach().clone() for p in unsharded.parameters()]
+                distributed = to_distributed(converted)
             theirs.step()
-            (converted if step < trained else found).step()
-        assert update_error(sharded.parameters(), whole.parameters(), middle) <= 1e-5, name
+            (converted if step < trained else distributed).step()
+        assert update_error(sharded.parameters(), unsharded.parameters(), middle) <= 1e-5, name
 
 
 # --- what stands for what -----------------------------------------------------------------------------------------
 
 
 def sharded_pair(ctx, make):
-    """An optimizer over row shards, and one over whole tensors."""
+    """An optimizer over row shards, and one over unsharded parameters."""
     shapes = [(6, 4), (5, 3)]
-    params = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
-    whole = [nn.Parameter(t) for t in tensors(shapes)]
-    return shapes, params, make(params), whole, make(whole)
+    params = shards(tensors(shapes), [shard_slice(s, ctx.world) for s in shapes])
+    unsharded = [nn.Parameter(t) for t in tensors(shapes)]
+    return shapes, params, make(params), unsharded, make(unsharded)
 
 
 @pytest.mark.ranks(2)
 def test_the_given_optimizer_stands_for_the_result(ctx):
-    shapes, params, given, whole, reference = sharded_pair(ctx, lambda ps: torch.optim.Adafactor(ps, lr=0.1))
+    shapes, params, given, unsharded, reference = sharded_pair(ctx, lambda ps: torch.optim.Adafactor(ps, lr=0.1))
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         given,
         [torch.optim.lr_scheduler.ConstantLR(given, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(given, 0.7)],
@@ -230,35 +232,35 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
     calls = []
     given.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(optimizer))
     groups = given.param_groups[0]
-    found = to_distributed(given)
-    assert given.param_groups[0] is found.param_groups[0] is groups
+    converted = to_distributed(given)
+    assert given.param_groups[0] is converted.param_groups[0] is groups
     rates = [0.05, 0.05, 0.1 * 0.7, 0.1 * 0.49]
     for step, rate in enumerate(rates):
-        reference.param_groups[0]["lr"] = rate if step < 2 else found.param_groups[0]["lr"]
-        train(reference, whole, [step], shapes)
-        train([given, found][step % 2], params, [step], shapes)
+        reference.param_groups[0]["lr"] = rate if step < 2 else converted.param_groups[0]["lr"]
+        train(reference, unsharded, [step], shapes)
+        train([given, converted][step % 2], params, [step], shapes)
         scheduler.step()
-    assert calls == [found] * 4
-    assert update_error(params, whole, tensors(shapes)) <= 1e-5
+    assert calls == [converted] * 4
+    assert update_error(params, unsharded, tensors(shapes)) <= 1e-5
     # State goes through either, and to the reference.
     saved = io.BytesIO()
-    gathered = found.state_dict(gather=True)
+    gathered = converted.state_dict(gather=True)
     assert torch.equal(given.state_dict()["state"][0]["step"], torch.tensor(4.0))  # as ours has it
     torch.save(given.state_dict(), saved)
     saved.seek(0)
     given.load_state_dict(torch.load(saved, weights_only=True))
-    assert given.state is found.state
-    for state in (given.state, found.state):
+    assert given.state is converted.state
+    for state in (given.state, converted.state):
         assert state[params[0]]["step"] == 4
         assert state[params[0]]["row_var"].shape == (len(local_tensor(params[0])), 1)
     if ctx.rank == 0:
         torch.testing.assert_close(gathered["state"], reference.state_dict()["state"], rtol=1e-5, atol=1e-6)
         reference.load_state_dict(gathered)
-        train(reference, whole, [4], shapes)
+        train(reference, unsharded, [4], shapes)
     with pytest.raises(TypeError, match="float64"):
         given.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     given.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert len(found.param_groups) == 2
+    assert len(converted.param_groups) == 2
     given.zero_grad()
     assert params[0].grad is None  # as torch's optimizers do
 
@@ -279,12 +281,14 @@ def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(ctx):
+def test_an_unsharded_state_of_ours_is_sharded_and_one_that_does_not_fit_changes_nothing(ctx):
     shapes = [(6, 4), (5, 3)]
     params = [nn.Parameter(t) for t in tensors(shapes)]
     optimizer = Muon([{"params": [p]} for p in params])
     train(optimizer, params, range(2), shapes)
-    wanted = [cut(optimizer.state[p]["momentum_buffer"], cut_slice(s, ctx.world)) for p, s in zip(params, shapes)]
+    wanted = [
+        shard_of(optimizer.state[p]["momentum_buffer"], shard_slice(s, ctx.world)) for p, s in zip(params, shapes)
+    ]
     with pytest.raises(ValueError, match=r"params\[1\] has shape \(5,\), and the optimizer's parameter \(5, 3\)"):
         to_distributed(optimizer, [params[0], nn.Parameter(torch.ones(5))])
     with pytest.raises(ValueError, match="params are 1 and must be 2 tensors"):
@@ -295,7 +299,7 @@ def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(
         to_distributed(optimizer, [params[0], params[1].detach().double()])
     assert [group["params"] for group in optimizer.param_groups] == [[p] for p in params]
     assert optimizer.state[params[0]]["momentum_buffer"].shape == (6, 4)
-    parts = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
+    parts = shards(tensors(shapes), [shard_slice(s, ctx.world) for s in shapes])
     assert to_distributed(optimizer, parts) is optimizer
     for part, momentum in zip(parts, wanted):
         assert torch.equal(optimizer.state[part]["momentum_buffer"], momentum)
@@ -376,10 +380,10 @@ class FusedLAMB(SOAP):
 
 @pytest.mark.ranks(2)
 def test_over_shards_only_what_is_right_is_taken(ctx):
-    whole = [nn.Parameter(torch.ones(4, 2))]
-    parts = shards(whole, [cut_slice((4, 2), ctx.world)])
+    unsharded = [nn.Parameter(torch.ones(4, 2))]
+    parts = shards(unsharded, [shard_slice((4, 2), ctx.world)])
     for make in (Changed, LeftHalf, SOAP, Lion, FusedLAMB, torch.optim.LBFGS, torch.optim.Adafactor):
-        optimizer = make(whole)
+        optimizer = make(unsharded)
         assert distributed_where_needed(optimizer) is optimizer
     for make in (AdamOptimizer, AdamOffloadOptimizer, Lamb, torch.optim.SGD, torch.optim.Adam):
         optimizer = make(parts)
@@ -407,12 +411,12 @@ def test_over_shards_only_what_is_right_is_taken(ctx):
 def test_names_are_those_of_the_classes():
     mine = [AdamOptimizer, AdamOffloadOptimizer]
     torchs = [cls for cls in vars(torch.optim).values() if inspect.isclass(cls) and cls is not torch.optim.Optimizer]
-    found = {known_name(cls) for cls in [*mine, *torchs]} - {None}
+    known = {known_name(cls) for cls in [*mine, *torchs]} - {None}
     theirs = ("transformers.", "came_pytorch.", "galore_torch.")
     expected = {n for n in ADAPTERS.keys() | ELEMENTWISE | REFUSED.keys() if not n.startswith(theirs)}
     if not hasattr(torch.optim, "Muon"):
         expected.remove("torch.optim.Muon")
-    assert found == expected
+    assert known == expected
     # Those of torch that are neither: a class for sparse gradients.
     assert {cls.__name__ for cls in torchs if known_name(cls) is None} == {"SparseAdam"}
     assert "SparseAdam is not known" in explanation(torch.optim.SparseAdam)
@@ -421,21 +425,21 @@ def test_names_are_those_of_the_classes():
 
 
 @pytest.mark.parametrize("name", sorted(name for name in ELEMENTWISE if name.startswith("torch.")))
-def test_elementwise_optimizers_of_torch_do_the_same_to_parts_as_to_the_whole(name):
+def test_elementwise_optimizers_of_torch_do_the_same_to_shards_as_to_unsharded_parameters(name):
     make = getattr(torch.optim, name.split(".")[-1])
     options = {"lr": 0.05} if make is torch.optim.Rprop else {"lr": 0.05, "weight_decay": 0.1}
     if make in (torch.optim.SGD, torch.optim.RMSprop):
         options["momentum"] = 0.9
-    whole = nn.Parameter(tensors([(6, 4)])[0])
-    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([1, 5])]
-    optimizers = [make([whole], **options), *(make([part], **options) for part in parts)]
+    unsharded = nn.Parameter(tensors([(6, 4)])[0])
+    parts = [nn.Parameter(part.clone()) for part in unsharded.detach().split([1, 5])]
+    optimizers = [make([unsharded], **options), *(make([part], **options) for part in parts)]
     for step in range(5):
-        whole.grad = gradients(step, [(6, 4)])[0]
-        for part, grad in zip(parts, whole.grad.split([1, 5])):
+        unsharded.grad = gradients(step, [(6, 4)])[0]
+        for part, grad in zip(parts, unsharded.grad.split([1, 5])):
             part.grad = grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(torch.cat([p.detach() for p in parts]), unsharded.detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_an_unused_name_of_ours():

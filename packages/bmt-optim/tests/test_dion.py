@@ -9,7 +9,7 @@ from torch import nn
 
 from bmt_comm import slice_of
 from bmt_optim import Dion
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 SHAPES = [(12, 5), (7, 9), (8, 8), (3, 4), (1, 6), (0, 3), (9,), (4, 3, 2)]
 MATRICES = SHAPES[:6]
@@ -65,8 +65,8 @@ def check(ctx, make_layout=layout, power_iters=1):
     train(optimizer, params, range(6), gradients)
     assert optimizer.communication.rounds == (0 if ctx.world_size == 1 or make_layout is undivided_layout else 2)
     state = ctx.world.all_gather_object(optimizer.state_dict(gather=True))[0]
-    wholes = [assemble(p.detach(), slice_of(p)) for p in params]
-    params = shards(wholes, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
+    unsharded_params = [unshard(p.detach(), slice_of(p)) for p in params]
+    params = shards(unsharded_params, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
     again = Dion(groups_of(params))
     again.load_state_dict(copy.deepcopy(state))
     train(again, params, range(6, 10), gradients)
@@ -80,7 +80,7 @@ def test_over_row_shards_it_is_that_of_its_authors_and_goes_on_elsewhere(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_over_tensor_parallel_shards_and_whole_tensors_it_is_that_of_its_authors(ctx):
+def test_over_tensor_parallel_shards_and_unsharded_tensors_it_is_that_of_its_authors(ctx):
     check(ctx)
     check(ctx, undivided_layout)
 

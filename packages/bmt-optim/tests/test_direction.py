@@ -21,13 +21,13 @@ from offload_helpers import (
 
 from bmt_comm import slice_of
 from bmt_optim import AdamOffloadOptimizer
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 
 def directions(grads_by_step):
     """In fp64, of every parameter, from its gradient (or None) at every step."""
     (beta1, beta2), eps = OPTIONS["betas"], OPTIONS["eps"]
-    found = []
+    directions = []
     for grads in zip(*grads_by_step):
         m = v = torch.zeros((), dtype=torch.float64)
         count = 0
@@ -37,8 +37,8 @@ def directions(grads_by_step):
                 m = beta1 * m + (1 - beta1) * g.double()
                 v = beta2 * v + (1 - beta2) * g.double() ** 2
         if grads[-1] is not None:
-            found.append((m / (1 - beta1**count) / ((v / (1 - beta2**count)).sqrt() + eps)).reshape(-1))
-    return torch.cat(found)
+            directions.append((m / (1 - beta1**count) / ((v / (1 - beta2**count)).sqrt() + eps)).reshape(-1))
+    return torch.cat(directions)
 
 
 def assert_recorded(optimizer, expected):
@@ -88,7 +88,7 @@ def test_each_logical_element_is_recorded_once(ctx):
             history.append([(g * (1 + i)).to(d) for i, (g, d) in enumerate(zip(values(step + 1), DTYPES))])
             for p, g in zip(params, history[-1]):
                 if p.numel():
-                    p.grad.copy_(cut(g, slice_of(p)))
+                    p.grad.copy_(shard_of(g, slice_of(p)))
             optimizer.step()
         assert_recorded(optimizer, directions(history))
         everyone = [None] * ctx.world_size

@@ -70,16 +70,16 @@ def train(model, optimizer, steps):
 
 
 def values(model, optimizer):
-    found = {f"param.{name}": p.full_tensor() for name, p in model.named_parameters()}
+    tensors = {f"param.{name}": p.full_tensor() for name, p in model.named_parameters()}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
-            found[f"{index}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
+            tensors[f"{index}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensors
 
 
-def check_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+def check_equal(actual, wanted):
+    assert actual.keys() == wanted.keys()
+    assert [key for key in wanted if not torch.equal(actual[key], wanted[key])] == []
 
 
 @pytest.mark.ranks(2, 3, init=False)
@@ -90,16 +90,16 @@ def test_state_tensors_are_dtensors_of_the_logical_state(name):
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, range(3))
     local, gathered = optimizer.state_dict()["state"], optimizer.state_dict(gather=True)["state"]
-    whole = {i: {k: v.full_tensor() for k, v in entry.items() if k != "step"} for i, entry in local.items()}
+    unsharded = {i: {k: v.full_tensor() for k, v in entry.items() if k != "step"} for i, entry in local.items()}
     if dist.get_rank() == 0:
         for index, entry in gathered.items():
             projector = entry.pop("projector", None)
             if projector is not None:
                 bases = projector.ortho_matrix if isinstance(projector.ortho_matrix, list) else [projector.ortho_matrix]
-                keys = [key for key in ("ortho_left", "ortho_right") if key in whole[index]]
+                keys = [key for key in ("ortho_left", "ortho_right") if key in unsharded[index]]
                 entry.update(zip(keys, bases, strict=True))
             assert entry.pop("step") == local[index]["step"]
-            check_equal(whole[index], entry)
+            check_equal(unsharded[index], entry)
     assert all(isinstance(value, DTensor) for entry in local.values() for k, value in entry.items() if k != "step")
 
 
@@ -156,5 +156,5 @@ def test_replicas_of_shards(name, tmp_path):
     loaded = {"optimizer": get_optimizer_state_dict(again, optimizer_again)}
     dcp.load(loaded, checkpoint_id=tmp_path)
     set_optimizer_state_dict(again, optimizer_again, loaded["optimizer"])
-    found, wanted = values(again, optimizer_again), values(model, optimizer)
-    check_equal(*({k: v for k, v in each.items() if not k.startswith("param.")} for each in (found, wanted)))
+    actual, wanted = values(again, optimizer_again), values(model, optimizer)
+    check_equal(*({k: v for k, v in each.items() if not k.startswith("param.")} for each in (actual, wanted)))

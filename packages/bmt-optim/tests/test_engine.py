@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, layout, shards, tensors, undivided_layout
+from layouts import layout, shard_slice, shards, tensors, undivided_layout
 from torch import nn
 
 from bmt_comm import Slice, slice_of
 from bmt_optim import AdamOptimizer, AdamW, DistributedLamb, DistributedOptimizer, Muon, engine, step_plan
 from bmt_optim.engine import run
 from bmt_optim.experts import sum_by_expert
-from bmt_optim.matrix import assign_owners
-from bmt_optim.requests import Max, Own, Return, Share, Sum
+from bmt_optim.logical_params import assign_owners
+from bmt_optim.requests import Broadcast, GatherToOwner, Max, Scatter, Sum
 from bmt_optim.rounding import round_stochastically
-from bmt_optim.slices import cut
-from bmt_optim.state_layout import Size, StateTensor, column_statistic, row_statistic, whole
+from bmt_optim.slices import shard_of
+from bmt_optim.state_layout import Size, StateTensor, column_statistic, replicated, row_statistic
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (2, 6), (4, 6, 3, 2), (2,), (6, 2), (12, 8), (3, 6, 5), (2, 4, 6)]
 
@@ -35,23 +35,23 @@ class Probe(DistributedOptimizer):
         return options["cost"]
 
     def rule(self, batch):
-        two = [i for i, m in enumerate(batch.matrices) if len(m.where.shape) > 1]
-        matrices = [batch.matrices[i] for i in two]
+        two = [i for i, p in enumerate(batch.logical_params) if len(p.where.shape) > 1]
+        matrices = [batch.logical_params[i] for i in two]
         grads = [batch.grads[i].to(self.dtype) for i in two]
-        total = Sum([g.square().sum() for g in batch.grads], batch.matrices)
-        largest = Max([g.max() if g.numel() else torch.tensor(-1e9) for g in batch.grads], batch.matrices)
+        total = Sum([g.square().sum() for g in batch.grads], batch.logical_params)
+        largest = Max([g.max() if g.numel() else torch.tensor(-1e9) for g in batch.grads], batch.logical_params)
         rows = Sum([g.float().sum(-1) for g in grads], matrices, (-1,))
         columns = Sum([sum_of_rows(g.float(), m.where) for g, m in zip(grads, matrices)], matrices, (-2,))
         sizes = [c.numel() for c in columns.values]
         flat = Sum(torch.cat([c.reshape(-1) for c in columns.values]), matrices, (-2,), sizes)
-        both = Sum(torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in batch.grads]), batch.matrices)
+        both = Sum(torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in batch.grads]), batch.logical_params)
         none = Max(torch.empty(0, 2), [])
-        self.first = yield [total, largest, rows, columns, flat, both, none, Own(grads, matrices)]
-        wholes = self.first[-1]
-        back = Return([None if w is None else w * 2 for w in wholes], matrices, self.dtype)
+        self.first = yield [total, largest, rows, columns, flat, both, none, GatherToOwner(grads, matrices)]
+        gathered = self.first[-1]
+        back = Scatter([None if w is None else w * 2 for w in gathered], matrices, self.dtype)
         shapes = [(m.where.shape[0], 2) for m in matrices]
-        some = [None if w is None else w.reshape(len(w), -1)[:, :2].contiguous() for w in wholes]
-        self.second = yield [back, Share(some, matrices, shapes, self.dtype)]
+        some = [None if w is None else w.reshape(len(w), -1)[:, :2].contiguous() for w in gathered]
+        self.second = yield [back, Broadcast(some, matrices, shapes, self.dtype)]
         self.owned = [m.owned for m in matrices]
 
 
@@ -61,11 +61,11 @@ def sum_of_rows(values, where):
 
 
 def probe(slices, dtype=torch.float32):
-    whole_grads = tensors([w.shape for w in slices], seed=1)
+    full_grads = tensors([w.shape for w in slices], seed=1)
     params = shards(tensors([w.shape for w in slices]), slices)
-    for p, g in zip(params, whole_grads):
-        p.grad = cut(g, slice_of(p)).clone()
-    return whole_grads, params, Probe(params, dtype)
+    for p, g in zip(params, full_grads):
+        p.grad = shard_of(g, slice_of(p)).clone()
+    return full_grads, params, Probe(params, dtype)
 
 
 def check_answers(ctx):
@@ -73,7 +73,7 @@ def check_answers(ctx):
     for dtype in (torch.float32, torch.bfloat16):
         grads, _, optimizer = probe(slices, dtype)
         optimizer.step()
-        total, largest, rows, columns, flat, both, none, wholes = optimizer.first
+        total, largest, rows, columns, flat, both, none, unsharded_params = optimizer.first
         assert torch.equal(flat, torch.cat([c.reshape(-1) for c in columns]))
         torch.testing.assert_close(both, torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in grads]))
         assert none.shape == (0, 2)
@@ -84,24 +84,24 @@ def check_answers(ctx):
         two = [i for i, g in enumerate(grads) if g.dim() > 1]
         for n, i in enumerate(two):
             where, g = slices[i], grads[i].to(dtype)
-            torch.testing.assert_close(rows[n], cut(g.float().sum(-1), row_statistic(g.shape).part(where)))
+            torch.testing.assert_close(rows[n], shard_of(g.float().sum(-1), row_statistic(g.shape).part(where)))
             every_column = column_statistic(g.shape).part(replace(where, row_start=0, row_stop=where.tp_shard_rows))
             expected = every_column if where.row_dims == 2 else column_statistic(g.shape).part(where)
-            torch.testing.assert_close(columns[n], cut(g.float().sum(-2), expected))
-            assert (wholes[n] is None) == (not optimizer.owned[n])
-            assert wholes[n] is None or torch.equal(wholes[n], g)
-            assert torch.equal(back[n], cut(g * 2, where))
+            torch.testing.assert_close(columns[n], shard_of(g.float().sum(-2), expected))
+            assert (unsharded_params[n] is None) == (not optimizer.owned[n])
+            assert unsharded_params[n] is None or torch.equal(unsharded_params[n], g)
+            assert torch.equal(back[n], shard_of(g * 2, where))
             assert torch.equal(shared[n], g.reshape(len(g), -1)[:, :2])
         owners = torch.tensor(optimizer.owned).float()
         ctx.world.all_reduce(owners)
         assert owners.eq(1).all()
         # A reduction over each communicator and operation, an exchange for each kind of transfer.
-        comms = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 3  # zero, tp_zero and tp
+        groups = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 3  # zero, tp_zero and tp
         made = optimizer.communication
-        assert made.rounds == (2 if comms else 0)
-        assert made.collectives <= 5 * comms
-        assert made.collectives >= (5 if comms else 0)
-        assert (made.bytes > 0) == (comms > 0)
+        assert made.rounds == (2 if groups else 0)
+        assert made.collectives <= 5 * groups
+        assert made.collectives >= (5 if groups else 0)
+        assert (made.bytes > 0) == (groups > 0)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -120,17 +120,17 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions, record, *meanwhile):
+    def broken(reductions, record, *overlap):
         if fault == "drop":
             return
         if fault == "one phase":
             reductions = [r for r in reductions if r.comm is not ctx.tp]
         if fault == "wrong group":
-            for r in reductions:  # of those of a whole matrix, for all ranks have as many
+            for r in reductions:  # of statistics of logical parameters: all ranks have as many
                 if r.value.dim() == 0 and r.comm in (ctx.tp, ctx.tp_zero):
                     r.comm = ctx.tp if r.comm is ctx.tp_zero else ctx.tp_zero
             reductions = [r for r in reductions if r.comm.size > 1]
-        reduce_packed(reductions, record, *meanwhile)
+        reduce_packed(reductions, record, *overlap)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "reduce_packed", broken)
@@ -139,28 +139,28 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_one_rank_holds_is_stepped_there_in_small_batches_and_not_before_the_flag_is_known(ctx, monkeypatch):
+def test_parameters_of_one_rank_are_stepped_there_in_small_batches_and_not_before_the_flag_is_known(ctx, monkeypatch):
     monkeypatch.setattr(step_plan, "CACHED", 20)
     stepped = []
 
     class Watched(AdamW):
         def rule(self, batch):
-            shapes = [m.where.shape for m in batch.matrices]
+            shapes = [m.where.shape for m in batch.logical_params]
             stepped.append(shapes)
-            sums = [torch.ones(2) for _ in batch.matrices]
-            (sums,) = yield [Sum(sums, batch.matrices)]
-            ranks = 1 if all(m.row_comm is None for m in batch.matrices) else ctx.world_size
+            sums = [torch.ones(2) for _ in batch.logical_params]
+            (sums,) = yield [Sum(sums, batch.logical_params)]
+            ranks = 1 if all(m.row_comm is None for m in batch.logical_params) else ctx.world_size
             assert all(torch.equal(x, torch.full((2,), float(ranks))) for x in sums)
-            (wholes,) = yield [Own(batch.grads, batch.matrices)]
+            (gathered,) = yield [GatherToOwner(batch.grads, batch.logical_params)]
             assert all(
-                whole is None or torch.equal(whole, torch.ones(m.where.shape))
-                for whole, m in zip(wholes, batch.matrices)
+                full is None or torch.equal(full, torch.ones(p.where.shape))
+                for full, p in zip(gathered, batch.logical_params)
             )
-            yield [Return([None if w is None else w * 2 for w in wholes], batch.matrices)]
+            yield [Scatter([None if w is None else w * 2 for w in gathered], batch.logical_params)]
 
     alone = [(3, 4), (2, 2), (30, 2), (4, 4), (2,)]
     slices = [Slice(s, 0, s[0] if ctx.rank == 0 else 0, ctx.world) for s in alone]
-    params = shards(tensors([*alone, (5, 3)]), [*slices, cut_slice((5, 3), ctx.world)])
+    params = shards(tensors([*alone, (5, 3)]), [*slices, shard_slice((5, 3), ctx.world)])
     optimizer = Watched(params)
     for p in params:
         p.grad = torch.ones_like(p)
@@ -179,16 +179,16 @@ def test_what_one_rank_holds_is_stepped_there_in_small_batches_and_not_before_th
 
 class TwoRounds(AdamW):
     def rule(self, batch):
-        (sums,) = yield [Sum([g.sum() for g in batch.grads], batch.matrices)]
-        yield [Sum(sums, batch.matrices)]
+        (sums,) = yield [Sum([g.sum() for g in batch.grads], batch.logical_params)]
+        yield [Sum(sums, batch.logical_params)]
         yield from super().rule(batch)
 
 
 @pytest.mark.ranks(4, pipe_size=2)
 def test_stages_share_parameters_outside_the_pipeline_and_have_their_own(ctx):
-    # Other numbers of matrices on each stage, and a parameter that all ranks share.
-    outer = cut_slice((9, 2), ctx.outer_zero)
-    own = [cut_slice((3 + n, 2), ctx.zero) for n in range(1 + 2 * ctx.pipe_rank)]
+    # Other numbers of parameters on each stage, and a parameter that all ranks share.
+    outer = shard_slice((9, 2), ctx.outer_zero)
+    own = [shard_slice((3 + n, 2), ctx.zero) for n in range(1 + 2 * ctx.pipe_rank)]
     _, params, first = probe([own[0], outer, *own[1:]])
     second = TwoRounds(params)
     assert run([first.begin_step(), second.begin_step()])
@@ -210,7 +210,7 @@ def test_an_overflow_on_one_rank_abandons_all_steps_and_the_flag_rides_along(ctx
         ctx.world.traffic.clear()
         assert run(steps, flag, ctx.world) is not flagged
         if ctx.world_size > 1:
-            # Sums with the flag among them, and maxima; then the norms of LAMB.
+            # Sums with the flag among them, and Max; then the norms of LAMB.
             assert ctx.world.traffic["all_reduce"].calls == (2 if flagged else 3)
         assert all(torch.equal(p, b) for p, b in zip(params, before)) is flagged
         assert all(o.state[matrices[0]]["step"] == (0 if flagged else 1) for o in others)
@@ -249,7 +249,7 @@ def test_a_missing_gradient_skips_its_parameter_everywhere_or_is_an_error(ctx):
 @pytest.mark.ranks(2)
 def test_ranks_with_different_parameters_are_told(ctx):
     shape = (4, 2) if ctx.rank == 0 else (4, 3)
-    params = shards(tensors([shape]), [cut_slice(shape, ctx.world)])
+    params = shards(tensors([shape]), [shard_slice(shape, ctx.world)])
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(RuntimeError, match=r"\(4, 2\).*on rank 0 and one of shape \(4, 3\)"):
         DistributedLamb(params).step()
@@ -290,11 +290,11 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_is_exact(dtype):
     value = {torch.bfloat16: 1 + 2.0**-9, torch.float16: 3 * 2.0**-26}[dtype]
     p = torch.full((1000, 100), value)
     where = slice_of(p)
-    found = round_stochastically(p, where, dtype, seed=3)
-    assert len(found.unique()) == 2
+    rounded = round_stochastically(p, where, dtype, seed=3)
+    assert len(rounded.unique()) == 2
     step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-24}[dtype]
-    assert abs(found.double().mean().item() - value) < 0.01 * step
-    assert not torch.equal(found, round_stochastically(p, where, dtype, seed=4))
+    assert abs(rounded.double().mean().item() - value) < 0.01 * step
+    assert not torch.equal(rounded, round_stochastically(p, where, dtype, seed=4))
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-24, float("inf"), -float("inf")])
     assert torch.equal(round_stochastically(exact, slice_of(exact), dtype, 1).float(), exact)
     assert round_stochastically(torch.tensor([float("nan")]), slice_of(exact[:1]), dtype, 1).isnan().all()
@@ -304,22 +304,22 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_is_exact(dtype):
 def test_stochastic_rounding_does_not_depend_on_the_layout(ctx):
     shapes = [*SHAPES, ()]
     for full, where in zip(tensors(shapes), layout(ctx, shapes)):
-        mine = round_stochastically(cut(full, where), where, torch.bfloat16, 7)
-        assert torch.equal(mine, cut(round_stochastically(full, slice_of(full), torch.bfloat16, 7), where))
+        mine = round_stochastically(shard_of(full, where), where, torch.bfloat16, 7)
+        assert torch.equal(mine, shard_of(round_stochastically(full, slice_of(full), torch.bfloat16, 7), where))
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_state_tensors_are_cut_as_the_dimensions_they_have(ctx):
+def test_state_tensors_are_sharded_as_the_dimensions_they_have(ctx):
     for shape in [(12, 5), (7, 4)]:
         for tp_dim in (0, 1):
-            where = cut_slice(shape, ctx.tp_zero, tp_dim, ctx.tp)
+            where = shard_slice(shape, ctx.tp_zero, tp_dim, ctx.tp)
             full = tensors([shape])[0]
-            mine = cut(full, where)
+            mine = shard_of(full, where)
             assert row_statistic(shape).part(where).local_shape == mine.shape[:1]
             assert column_statistic(shape).part(where).local_shape == mine.shape[1:]
             assert StateTensor((Size(3), 1)).part(where).local_shape == (3, mine.shape[1])
             assert StateTensor((0, Size(3))).part(where).local_shape == (len(mine), 3)
-            assert whole((2, 3)).part(where).communicators == ()
+            assert replicated((2, 3)).part(where).communicators == ()
             with pytest.raises(ValueError, match="not in front"):
                 StateTensor((1, 0)).part(where)
 
@@ -333,7 +333,7 @@ def test_adam_on_the_engine_is_adam_and_takes_its_state(ctx, dtype):
     ours, reference = AdamW(mine, **options), AdamOptimizer(theirs, **options)
     for step in range(4):
         for p, q, g in zip(mine, theirs, tensors(SHAPES, 1 + step)):
-            p.grad = q.grad = cut(g, slice_of(p)).to(dtype).clone()
+            p.grad = q.grad = shard_of(g, slice_of(p)).to(dtype).clone()
         if step == 2:
             ours = AdamW(mine)
             ours.load_state_dict(reference.state_dict())
@@ -397,7 +397,7 @@ def test_parameters_that_are_not_contiguous_are_stepped():
 def test_a_request_whose_lists_do_not_fit_is_refused(values, sizes, message):
     class Asks(DistributedLamb):
         def rule(self, batch):
-            yield [Sum(values, batch.matrices, None, sizes)]
+            yield [Sum(values, batch.logical_params, None, sizes)]
 
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     for p in params:

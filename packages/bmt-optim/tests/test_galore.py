@@ -1,4 +1,4 @@
-"""GaLore over shards is galore-torch's on whole matrices."""
+"""GaLore over shards is galore-torch's on one device."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from bmt_optim import DistGaloreAdamW, GaLoreAdamW, engine, get_galore_param_groups
 from bmt_optim.galore_projection import PROJECTIONS, leading_bases
 
-# Tall, wide and square ones, each cut by rows, by tensor parallelism along either dimension, or both.
+# Tall, wide and square ones, each sharded by rows, by tensor parallelism along either dimension, or both.
 MATRICES = [(24, 8), (12, 5), (7, 4), (4, 9), (3, 10), (2, 9), (8, 8), (6, 6), (1, 6)]
 SHAPES = MATRICES * len(PROJECTIONS) + [(5,), (), (4, 6, 3, 2), (3, 8, 5), (2, 6, 7)]
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.1}
@@ -34,17 +34,17 @@ def gradients(step):
 
 def groups(params):
     """A group for each kind of projection, and one without."""
-    size, found = len(MATRICES), []
+    size, projected = len(MATRICES), []
     for n, kind in enumerate(PROJECTIONS):
-        found.append({"params": params[n * size : (n + 1) * size], "rank": RANK, "update_proj_gap": GAP})
-        found[-1].update(scale=0.3, proj_type=kind)
-    return [*found, {"params": params[size * len(PROJECTIONS) :]}]
+        projected.append({"params": params[n * size : (n + 1) * size], "rank": RANK, "update_proj_gap": GAP})
+        projected[-1].update(scale=0.3, proj_type=kind)
+    return [*projected, {"params": params[size * len(PROJECTIONS) :]}]
 
 
 def reference_groups(params):
     """The same, where galore-torch can: its "reverse_std" fails on flat matrices of no more rows than the rank."""
-    found = groups(params)
-    mirrored = found[PROJECTIONS.index("reverse_std")]
+    all_groups = groups(params)
+    mirrored = all_groups[PROJECTIONS.index("reverse_std")]
     flat = [p for p in mirrored["params"] if p.shape[0] < p.shape[1] and p.shape[0] <= RANK]
     assert len(flat) == 2
     order = mirrored["params"]
@@ -52,7 +52,7 @@ def reference_groups(params):
         {**mirrored, "params": [p], "proj_type": "right" if any(p is f for f in flat) else "reverse_std"} for p in order
     ]
     at = PROJECTIONS.index("reverse_std")
-    return [*found[:at], *split, *found[at + 1 :]]
+    return [*all_groups[:at], *split, *all_groups[at + 1 :]]
 
 
 @functools.cache
@@ -70,11 +70,11 @@ def check(ctx):
     renewing = optimizer.communication
     train(optimizer, params, range(9, 10), gradients)
     assert update_error(params, on_rank_0(reference), start) <= 1e-5
-    # Projected gradients where ranks cut what is contracted, in one all-reduce per communicator; bases every 4 steps.
+    # Projected gradients where ranks shard what is contracted, in one all-reduce per communicator; bases every 4 steps.
     assert (quiet.rounds, renewing.rounds) == ((0, 0) if ctx.world_size == 1 else (1, 3))
-    comms = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 2 if ctx.data_size == 1 else 3
-    assert quiet.collectives == comms
-    assert 2 * min(comms, 1) <= renewing.collectives - quiet.collectives <= 2 * comms
+    groups_of_ranks = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 2 if ctx.data_size == 1 else 3
+    assert quiet.collectives == groups_of_ranks
+    assert 2 * min(groups_of_ranks, 1) <= renewing.collectives - quiet.collectives <= 2 * groups_of_ranks
 
 
 @needs_galore_torch
@@ -95,7 +95,7 @@ def test_over_tensor_parallel_shards_it_is_the_published_one(ctx):
 def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
     reduce_packed, move_packed = engine.reduce_packed, engine.move_packed
 
-    def reduce_badly(reductions, record, *meanwhile):
+    def reduce_badly(reductions, record, *overlap):
         if fault == "drop":
             return
         if fault == "no tp":
@@ -104,13 +104,13 @@ def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
             rows = [r for r in reductions if r.comm is ctx.tp_zero]
             for r, *shapes in zip(rows, *ctx.tp.all_gather_object([r.value.shape for r in rows])):
                 r.comm = ctx.tp if shapes[0] == shapes[1] else r.comm
-        reduce_packed(reductions, record, *meanwhile)
+        reduce_packed(reductions, record, *overlap)
 
-    def move_badly(transfers, record, *meanwhile):
+    def move_badly(transfers, record, *overlap):
         for t in transfers:
             if t.into is not None:
                 t.into.zero_()
-        move_packed([t for t in transfers if t.op != "share" or t.comm is not ctx.tp_zero], record, *meanwhile)
+        move_packed([t for t in transfers if t.op != "broadcast" or t.comm is not ctx.tp_zero], record, *overlap)
 
     with pytest.MonkeyPatch.context() as patch:
         if fault == "no bases":
@@ -122,7 +122,7 @@ def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
 
 
 @pytest.mark.ranks(3, 4)
-def test_each_projection_is_one_svd_of_the_whole_gradient_by_one_rank(ctx):
+def test_each_projection_is_one_svd_of_the_unsharded_gradient_by_one_rank(ctx):
     shapes = MATRICES * 2
     params = shards(tensors(shapes), layout(ctx, shapes))
     optimizer = GaLoreAdamW([{"params": params, "rank": RANK, "update_proj_gap": 2, "proj_type": "full"}])
@@ -137,10 +137,10 @@ def test_each_projection_is_one_svd_of_the_whole_gradient_by_one_rank(ctx):
         patch.setattr(torch.linalg, "svd", counted)
         train(optimizer, params, range(4), lambda step: tensors(shapes, step))
         assert os.listdir(folder) == []
-    found = [[] for _ in range(ctx.world_size)]
-    dist.all_gather_object(found, calls)
-    assert sorted(shape for theirs in found for shape in theirs) == sorted(shapes * 2)
-    assert all(found)
+    gathered = [[] for _ in range(ctx.world_size)]
+    dist.all_gather_object(gathered, calls)
+    assert sorted(shape for theirs in gathered for shape in theirs) == sorted(shapes * 2)
+    assert all(gathered)
     state = optimizer.state_dict(gather=True)["state"]
     for n, (shape, g) in enumerate(zip(shapes, tensors(shapes, 2)) if ctx.rank == 0 else ()):
         left, right = state[n]["projector"].ortho_matrix
@@ -169,9 +169,9 @@ def test_a_gradient_that_is_not_finite_leaves_no_rank_waiting(ctx, svd):
 def test_eigenvectors_of_the_gram_matrix_span_the_leading_singular_vectors(shape, side, scale):
     (u, _), (v, _) = (torch.linalg.qr(t) for t in tensors([(shape[0], min(shape)), (shape[1], min(shape))]))
     gradient = scale * u @ torch.logspace(0, -3, min(shape)).diag() @ v.T
-    found = leading_bases(gradient, 6, side, "gram")
-    assert found.keys() == leading_bases(gradient, 6, side).keys()
-    for key, basis in found.items():
+    bases = leading_bases(gradient, 6, side, "gram")
+    assert bases.keys() == leading_bases(gradient, 6, side).keys()
+    for key, basis in bases.items():
         mine, theirs = (basis, u[:, :6]) if key == "ortho_left" else (basis.T, v[:, :6])
         assert (mine.T @ mine - torch.eye(6)).abs().max() <= 1e-5
         assert (theirs - mine @ (mine.T @ theirs)).norm() <= 1e-5
@@ -183,12 +183,12 @@ def test_eigenvectors_of_the_gram_matrix_span_the_leading_singular_vectors(shape
 @pytest.mark.ranks(1, 2)
 def test_by_gram_matrices_it_is_the_same_over_shards(ctx):
     shapes = [(12, 5), (4, 9), (6, 6)]
-    params, whole = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
-    for each in (params, whole):
+    params, unsharded = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
+    for each in (params, unsharded):
         group = {"params": each, "rank": 2, "update_proj_gap": 3, "proj_type": "full"}
         optimizer = GaLoreAdamW([group], nbits=32, svd="gram", **OPTIONS)
         train(optimizer, each, range(10), lambda step: tensors(shapes, 100 + step))
-    assert update_error(params, [p.detach() for p in whole], tensors(shapes)) <= 1e-5
+    assert update_error(params, [p.detach() for p in unsharded], tensors(shapes)) <= 1e-5
 
 
 def by_formula(param, grads, correct_bias, lr, betas, eps, weight_decay, rank=None, scale=1.0, side=None):
@@ -236,7 +236,7 @@ class Mlp(nn.Module):
 
 @needs_galore_torch
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start, model = Mlp(), [p.detach().clone() for p in Mlp().parameters()], Mlp()

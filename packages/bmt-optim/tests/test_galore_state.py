@@ -1,4 +1,4 @@
-"""GaLore's state: in 8 bits the same however it is cut, exchanged with galore-torch, and resumed exactly."""
+"""GaLore's state: in 8 bits the same however it is sharded, exchanged with galore-torch, and resumed exactly."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from galore_reference import needs_galore_torch, on_rank_0, reference_optimizer, step_reference
-from layouts import cut_slice, layout, shards, tensors, train, update_error
+from layouts import layout, shard_slice, shards, tensors, train, update_error
 from torch import nn
 
 import bmt_kernels
@@ -18,11 +18,11 @@ from bmt_optim.blockwise import BLOCK
 from bmt_optim.engine import run
 from bmt_optim.galore_projection import BASES, basis_shape
 from bmt_optim.percentile_clipping import clip_factors
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.1}
 MATRICES = [(60, 24), (45, 40), (33, 24), (24, 50), (21, 70), (9, 80)]
-# Blocks cut by rows, by columns, here and there; whole ones; and vectors.
+# Blocks sharded by rows, by columns, and scattered; unsharded ones; and vectors.
 PLAIN = [(35, 29), (13, 70), (31, 23), (9, 256), (4, 300), (700,), (900,), (6, 512), (5, 7, 8, 3), (12, 256), (3,)]
 SHAPES = MATRICES * 3 + PLAIN
 
@@ -34,12 +34,12 @@ def gradients(step, shapes=SHAPES):
 
 def unit_bases(gradient, rank, side, svd):
     """Rows and columns of the gradient, in the place of singular vectors."""
-    found = {}
+    bases = {}
     for key in BASES[side]:
         basis = torch.zeros(basis_shape(key, gradient.shape, rank))
         basis.fill_diagonal_(1)
-        found[key] = basis
-    return found
+        bases[key] = basis
+    return bases
 
 
 def groups(params):
@@ -56,20 +56,20 @@ def groups(params):
 def check_blocks(ctx, **options):
     options = {**OPTIONS, "min_8bit_size": 100, **options}
     start = [(64 * t).round() / 64 for t in tensors(SHAPES)]
-    params, wholes = shards(start, layout(ctx, SHAPES)), [nn.Parameter(t.clone()) for t in start]
-    optimizer, single = DistGaloreAdamW(groups(params), **options), DistGaloreAdamW(groups(wholes), **options)
+    params, unsharded_params = shards(start, layout(ctx, SHAPES)), [nn.Parameter(t.clone()) for t in start]
+    optimizer, single = DistGaloreAdamW(groups(params), **options), DistGaloreAdamW(groups(unsharded_params), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(galore_step, "leading_bases", unit_bases)
-        for o, ps in ((optimizer, params), (single, wholes)):
+        for o, ps in ((optimizer, params), (single, unsharded_params)):
             train(o, ps, range(4), gradients)
     rounds = optimizer.communication.rounds
-    found, expected = optimizer.state_dict(gather=True)["state"], single.state_dict()["state"]
-    for i, entry in found.items():
+    gathered, expected = optimizer.state_dict(gather=True)["state"], single.state_dict()["state"]
+    for i, entry in gathered.items():
         assert entry["exp_avg"].dtype is (torch.float32 if entry["exp_avg"].numel() < 100 else torch.uint8)
         for key in set(expected[i]) - {"ortho_left", "ortho_right"}:
             assert torch.equal(entry[key], expected[i][key]), (i, key)
-    for p, q in zip(params, wholes):
-        torch.testing.assert_close(p, cut(q, slice_of(p)), rtol=1e-5, atol=1e-6)
+    for p, q in zip(params, unsharded_params):
+        torch.testing.assert_close(p, shard_of(q, slice_of(p)), rtol=1e-5, atol=1e-6)
     return rounds
 
 
@@ -92,7 +92,7 @@ def test_a_block_whose_ranks_do_not_agree_on_its_maximum_is_noticed(ctx):
 
 
 @pytest.mark.ranks(1, 2)
-def test_state_in_8_bits_takes_the_bytes_of_its_codes_maxima_and_bases(ctx):
+def test_state_in_8_bits_takes_the_bytes_of_its_codes_absmax_and_bases(ctx):
     m, n, r = 64, 48, 16
     params = shards(tensors([(m, n), (n, m), (128, 40)]), layout(ctx, [(m, n), (n, m), (128, 40)]))
     optimizer = GaLoreAdamW([{"params": params[:2], "rank": r}, {"params": params[2:]}], min_8bit_size=m * r)
@@ -102,7 +102,8 @@ def test_state_in_8_bits_takes_the_bytes_of_its_codes_maxima_and_bases(ctx):
         return sum(t.nbytes for key, t in optimizer.state[p].items() if key != "step")
 
     ranks = ctx.world_size
-    # Two codes per element and two maxima per 256; the basis of the right side whole, that of the left side by rows.
+    # Two codes per element and two absmax per 256. The basis of the right side is replicated, that of the left side is
+    # sharded by rows.
     assert count(params[0]) == 2 * (m // ranks) * r + 8 * (m // ranks) * r // BLOCK + 4 * r * n
     assert count(params[1]) == 2 * r * m + 8 * r * m // BLOCK + 4 * (n // ranks) * r
     assert count(params[2]) == (2 * 128 * 40 + 8 * 128 * 40 // BLOCK) // ranks
@@ -127,13 +128,13 @@ def test_8_bits_are_near_fp32_and_resume_exactly(ctx):
     dist.broadcast_object_list(saved)
     resumed = []
     for state in (saved[0], copy.deepcopy(runs[1][0].state_dict())):
-        params = shards([assemble(p.detach(), slice_of(p)) for p in runs[1][1]], layout(ctx, SHAPES))
+        params = shards([unshard(p.detach(), slice_of(p)) for p in runs[1][1]], layout(ctx, SHAPES))
         optimizer = DistGaloreAdamW(groups(params), min_8bit_size=100)
         optimizer.load_state_dict(state)
         resumed.append((optimizer, params))
     for optimizer, params in (*runs, *resumed):
         train(optimizer, params, range(4, 7), gradients)
-    assert 1e-4 < update_error(runs[1][1], [assemble(p.detach(), slice_of(p)) for p in runs[0][1]], start) < 0.2
+    assert 1e-4 < update_error(runs[1][1], [unshard(p.detach(), slice_of(p)) for p in runs[0][1]], start) < 0.2
     for _, params in resumed:
         assert all(torch.equal(p, q) for p, q in zip(params, runs[1][1]))
 
@@ -161,13 +162,13 @@ def test_state_goes_to_the_published_one_and_back_between_two_projections(ctx, t
     file = [tmp_path / "optimizer.pt"]
     dist.broadcast_object_list(file)
     save_optimizer(optimizer, file[0])
-    weights = [assemble(p.detach(), slice_of(p)) for p in params]
+    weights = [unshard(p.detach(), slice_of(p)) for p in params]
 
     def theirs():
-        wholes = [nn.Parameter(w.clone()) for w in weights]
-        other = reference_optimizer(pair_groups(wholes))
+        unsharded_params = [nn.Parameter(w.clone()) for w in weights]
+        other = reference_optimizer(pair_groups(unsharded_params))
         other.load_state_dict(torch.load(file[0], weights_only=True))
-        step_reference(other, wholes, grads, range(6, 10))
+        step_reference(other, unsharded_params, grads, range(6, 10))
         wholes_again = [nn.Parameter(t.clone()) for t in start]
         again = reference_optimizer(pair_groups(wholes_again), **OPTIONS)
         step_reference(again, wholes_again, grads, range(6))
@@ -175,7 +176,7 @@ def test_state_goes_to_the_published_one_and_back_between_two_projections(ctx, t
         for entry in state["state"].values():  # to be sent without galore-torch
             if "projector" in entry:
                 entry["projector"] = types.SimpleNamespace(ortho_matrix=entry["projector"].ortho_matrix)
-        return [w.detach() for w in wholes], state, [w.detach() for w in wholes_again]
+        return [w.detach() for w in unsharded_params], state, [w.detach() for w in wholes_again]
 
     expected, state, at = on_rank_0(theirs)
     resumed, local = (shards(w, layout(ctx, PAIR)) for w in (at, weights))
@@ -232,17 +233,17 @@ def test_percentile_clipping_is_that_of_bitsandbytes():
 
 
 @pytest.mark.ranks(2, 4, tp_size=2)
-def test_clipping_is_by_the_norm_of_the_whole_projected_gradient(ctx):
+def test_clipping_is_by_the_norm_of_the_unsharded_projected_gradient(ctx):
     shapes = [(12, 6), (6, 12), (8,)]
     params = shards(tensors(shapes), layout(ctx, shapes))
     optimizer = DistGaloreAdamW(
         [{"params": params[:2], "rank": 2}, {"params": params[2:]}], nbits=32, percentile_clipping=5, lr=0.1
     )
-    whole = tensors(shapes, 3)
+    unsharded = tensors(shapes, 3)
     sizes = torch.tensor([[1.0, 5.0, 0.5], [1.0, 3.0, 0.5], [1.0, 2.0, 0.5]])  # by gradient and step
     for step in range(3):
-        train(optimizer, params, [step], lambda step: [n * g for n, g in zip(sizes[:, step], whole)], scale=4.0)
-    for p, g, size in zip(params, whole, sizes):
+        train(optimizer, params, [step], lambda step: [n * g for n, g in zip(sizes[:, step], unsharded)], scale=4.0)
+    for p, g, size in zip(params, unsharded, sizes):
         norms = torch.linalg.svdvals(g)[:2] if g.dim() == 2 else g
         squares = norms.square().sum() * size.square()
         history = optimizer.state[p]["gnorm_vec"]
@@ -252,7 +253,7 @@ def test_clipping_is_by_the_norm_of_the_whole_projected_gradient(ctx):
     plain = shards(tensors(shapes), layout(ctx, shapes))
     other = DistGaloreAdamW([{"params": plain[:2], "rank": 2}, {"params": plain[2:]}], nbits=32, lr=0.1)
     for step in range(3):
-        train(other, plain, [step], lambda step: [sizes[:, step].clamp(max=1)[0] * g for g in whole])
+        train(other, plain, [step], lambda step: [sizes[:, step].clamp(max=1)[0] * g for g in unsharded])
     for p, q in zip(params, plain):
         torch.testing.assert_close(p, q)
 
@@ -285,7 +286,7 @@ def test_a_factor_of_gradients_and_paging_change_nothing_but_scale_and_place(ctx
         optimizer = DistGaloreAdamW(groups(params), min_8bit_size=100, **OPTIONS, **options)
         for step in range(2):
             for p, g in zip(params, gradients(step)):
-                p.grad = cut(g, slice_of(p)) * (1 if factor is None else 1 / factor)
+                p.grad = shard_of(g, slice_of(p)) * (1 if factor is None else 1 / factor)
             assert run([optimizer.begin_step(grad_factor=None if factor is None else torch.tensor(factor))])
         runs.append(params)
     assert all(torch.equal(p, q) for p, q in zip(*runs))
@@ -308,29 +309,29 @@ def test_asked_to_page_moments_of_parameters_on_the_cpu_stay_and_change_as_ever(
             if torch.is_tensor(tensor)
         ]
         train(optimizer, params, [1, 2], lambda step: tensors(shapes, step))
-        found = [tensor for p in params for tensor in optimizer.state[p].values() if torch.is_tensor(tensor)]
-        assert all(now is before for now, (before, _) in zip(found, held))
-        assert sum(not torch.equal(now, then) for now, (_, then) in zip(found, held)) == len(found) - 1  # not the basis
-        runs.append([*params, *found])
+        state = [tensor for p in params for tensor in optimizer.state[p].values() if torch.is_tensor(tensor)]
+        assert all(now is before for now, (before, _) in zip(state, held))
+        assert sum(not torch.equal(now, then) for now, (_, then) in zip(state, held)) == len(state) - 1  # not the basis
+        runs.append([*params, *state])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("row", [0, 3])
 def test_a_block_with_an_infinity_on_one_rank_is_nan_on_all(ctx, row):
-    (start,), where = tensors([(6, 64)]), cut_slice((6, 64), ctx.world)  # the first of two blocks ends in row 3
+    (start,), where = tensors([(6, 64)]), shard_slice((6, 64), ctx.world)  # the first of two blocks ends in row 3
 
     def grads(step):
         (grad,) = tensors([(6, 64)], 1)
         grad[row, 0] = torch.inf
         return [grad]
 
-    (param,), whole = shards([start], [where]), nn.Parameter(start.clone())
-    optimizer, single = (DistGaloreAdamW([p], min_8bit_size=1) for p in (param, whole))
-    for o, p in ((optimizer, param), (single, whole)):
+    (param,), unsharded = shards([start], [where]), nn.Parameter(start.clone())
+    optimizer, single = (DistGaloreAdamW([p], min_8bit_size=1) for p in (param, unsharded))
+    for o, p in ((optimizer, param), (single, unsharded)):
         train(o, [p], [0], grads)
     for key, blocks in (("absmax_avg", [True, False]), ("absmax_avg_sq", [True, False])):
-        expected = single.state[whole][key]
+        expected = single.state[unsharded][key]
         assert expected.isnan().tolist() == blocks
         part = expected[:1] if ctx.rank == 0 else expected  # rank 0 has none of the second block
         torch.testing.assert_close(optimizer.state[param][key], part, equal_nan=True)
@@ -367,14 +368,14 @@ def test_arguments_are_checked_and_args_count_instead():
 
 def test_groups_of_a_model_hold_each_parameter_once():
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 3))
-    found = get_galore_param_groups(model, 0.1, 2, proj_type="full")
-    assert [[tuple(p.shape) for p in group["params"]] for group in found] == [
+    groups = get_galore_param_groups(model, 0.1, 2, proj_type="full")
+    assert [[tuple(p.shape) for p in group["params"]] for group in groups] == [
         [(9, 4), (4, 4)],
         [(4, 4, 3)],
         [(4,)] * 4,
     ]
-    assert [group["weight_decay"] for group in found] == [0.1, 0.1, 0.0]
-    optimizer = DistGaloreAdamW(found)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    optimizer = DistGaloreAdamW(groups)
     assert sorted(optimizer.param_groups[0]) == sorted(
         {*optimizer.param_groups[1], "rank", "scale", "proj_type", "update_proj_gap"}
     )

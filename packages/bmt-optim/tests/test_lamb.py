@@ -1,4 +1,4 @@
-"""LAMB over shards is LAMB by its formula, in fp64, on whole tensors."""
+"""LAMB over shards is LAMB by its formula, in fp64, on one device."""
 
 import copy
 import math
@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, layout, shards, tensors, train, undivided_layout, update_error
+from layouts import layout, shard_slice, shards, tensors, train, undivided_layout, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from bmt_comm import slice_of
 from bmt_optim import AdamOptimizer, DistributedLamb, Lamb, engine
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5), (2, 4, 6)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -64,9 +64,9 @@ def check(ctx, **options):
     elif ctx.tp_size == 1:
         assert made.collectives == 1
         numels = ctx.world.all_gather_object([p.numel() for p in params])
-        cut = sum(max(of_ranks) < sum(of_ranks) for of_ranks in zip(*numels))
-        assert 0 < cut < len(SHAPES)
-        assert made.bytes == 2 * (ctx.world_size - 1) * cut * 8 // ctx.world_size
+        shard_of = sum(max(of_ranks) < sum(of_ranks) for of_ranks in zip(*numels))
+        assert 0 < shard_of < len(SHAPES)
+        assert made.bytes == 2 * (ctx.world_size - 1) * shard_of * 8 // ctx.world_size
     else:
         assert made.collectives == (3 if ctx.data_size > 1 else 2)
 
@@ -131,7 +131,7 @@ def test_each_published_bias_correction_is_the_formula(ctx, correct):
 def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions, record, *meanwhile):
+    def broken(reductions, record, *overlap):
         if fault == "drop":
             return
         if fault == "no tp":
@@ -139,7 +139,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
         if fault == "wrong group":
             for r in reductions:
                 r.comm = ctx.tp if r.comm is ctx.tp_zero else r.comm
-        reduce_packed(reductions, record, *meanwhile)
+        reduce_packed(reductions, record, *overlap)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "reduce_packed", broken)
@@ -155,7 +155,7 @@ def test_matrices_larger_than_a_chunk_and_neighbours_without_gradient(ctx):
     optimizer = DistributedLamb([{"params": params[:1], "lr": 0.1}, {"params": params[1:]}], **OPTIONS)
     for step in range(3):
         for p, g in zip(params[:2], tensors(shapes, step)):
-            p.grad = cut(g, slice_of(p))
+            p.grad = shard_of(g, slice_of(p))
         optimizer.step()
     expected = [t.double() for t in start]
     for n, lr in ((0, 0.1), (1, OPTIONS["lr"])):
@@ -200,22 +200,22 @@ def test_in_half_precision_the_masters_follow_the_formula_and_loss_scale_does_no
 
 @pytest.mark.ranks(2)
 def test_without_masters_each_weight_is_one_of_the_two_neighbours_of_the_formula(ctx):
-    # Rates differ between matrices.
+    # Trust ratios differ between parameters.
     start = [((n + 1) * t).bfloat16().float() for n, t in enumerate(tensors(SHAPES))]
     params = shards(start, layout(ctx, SHAPES), torch.bfloat16)
     exact = shards(start[1::2], [slice_of(p) for p in params[1::2]])
     params[1::2] = exact  # in one batch with the others
     optimizer = DistributedLamb(params, **{**OPTIONS, "lr": 0.3}, stochastic_rounding=True)
     for p, g in zip(params, gradients(0)):
-        p.grad = cut(g, slice_of(p)).to(p.dtype)
+        p.grad = shard_of(g, slice_of(p)).to(p.dtype)
     optimizer.step()
     expected = [t.double() for t in start]
     Formula(expected, **{**OPTIONS, "lr": 0.3}).step([g.to(p.dtype).double() for p, g in zip(params, gradients(0))])
     for p, e, s in zip(params, expected, start):
-        ours, wanted = p.detach().double(), cut(e, slice_of(p))
+        ours, wanted = p.detach().double(), shard_of(e, slice_of(p))
         step = 2.0**-7 if p.dtype is torch.bfloat16 else 1e-6
         assert ((ours - wanted).abs() <= step * wanted.abs() + 1e-6).all()
-        assert ((wanted - cut(s, slice_of(p))).abs() > 1e-4).any() or p.numel() == 0
+        assert ((wanted - shard_of(s, slice_of(p))).abs() > 1e-4).any() or p.numel() == 0
 
 
 @pytest.mark.ranks(4, tp_size=2)
@@ -230,10 +230,10 @@ def test_a_state_gathered_at_one_layout_is_loaded_at_another_and_goes_on_exactly
     dist.broadcast_object_list(saved)
     for index, p in enumerate(params):
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(saved[0]["state"][index][key], assemble(optimizer.state[p][key], slice_of(p)))
-    weights = [assemble(p.detach(), slice_of(p)) for p in params]
+            assert torch.equal(saved[0]["state"][index][key], unshard(optimizer.state[p][key], slice_of(p)))
+    weights = [unshard(p.detach(), slice_of(p)) for p in params]
     # By rows only, and at the same layout with the local state.
-    others = [cut_slice(s, ctx.world) for s in SHAPES]
+    others = [shard_slice(s, ctx.world) for s in SHAPES]
     moved, same = shards(weights, others, dtype), shards(weights, layout(ctx, SHAPES), dtype)
     resharded, resumed = DistributedLamb(moved), DistributedLamb(same)
     resharded.load_state_dict(saved[0])
@@ -281,14 +281,14 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start, model = Mlp(), [p.detach().clone() for p in Mlp().parameters()], Mlp()
     fully_shard(model.layers[0])
     fully_shard(model)
-    params, whole = list(model.parameters()), [p.detach() for p in plain.parameters()]
-    optimizer, formula = DistributedLamb(params, **OPTIONS), Formula(whole, **OPTIONS)
+    params, unsharded = list(model.parameters()), [p.detach() for p in plain.parameters()]
+    optimizer, formula = DistributedLamb(params, **OPTIONS), Formula(unsharded, **OPTIONS)
     for step in range(10):
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -297,7 +297,7 @@ def test_dtensors_of_fsdp2_are_trained_as_the_whole():
         (plain(x).pow(2).sum() / 18).backward()
         optimizer.step()
         formula.step([p.grad for p in plain.parameters()])
-    assert update_error(params, whole, start) <= 1e-5
+    assert update_error(params, unsharded, start) <= 1e-5
     assert optimizer.communication.collectives == 1
     state = optimizer.state_dict(gather=True)["state"]
     for i, entry in state.items():

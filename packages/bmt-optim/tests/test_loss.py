@@ -1,4 +1,4 @@
-"""FusedCrossEntropy against torch.nn.CrossEntropyLoss, whole and split over the vocabulary."""
+"""FusedCrossEntropy against torch.nn.CrossEntropyLoss, unsharded and sharded over the vocabulary."""
 
 import itertools
 

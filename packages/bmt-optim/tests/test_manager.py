@@ -352,7 +352,7 @@ def test_every_logical_element_counts_once_whether_sharded_empty_or_replicated(c
 
 @pytest.mark.ranks(2, tp_size=2)
 @pytest.mark.parametrize("norm_type", [2, 1, math.inf])
-def test_tensor_parallel_pieces_and_parameters_that_tensor_ranks_share(ctx, norm_type):
+def test_tensor_parallel_shards_and_parameters_that_tensor_ranks_share(ctx, norm_type):
     full = gradients()
     expected, _ = clipped_by_torch(full, 1.0, norm_type)
     columns = sharded(full[0][:, [0, 1] if ctx.tp_rank == 0 else [2]], None, 0, 7)
@@ -384,7 +384,7 @@ def test_stages_add_their_own_parameters_and_share_the_others(ctx, norm_type):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_clipped_as_the_whole():
+def test_dtensors_of_fsdp2_are_clipped_as_unsharded_parameters():
     import bmt_comm
 
     ctx = bmt_comm.init_distributed()

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, shards, tensors, update_error
+from layouts import shard_slice, shards, tensors, update_error
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,7 +14,7 @@ from bmt_comm import slice_of
 from bmt_optim import AdamOptimizer, Lamb, Muon, OptimManager, TorchAdafactor, gradients, save_optimizer
 from bmt_optim.distributed import steps_with_others
 from bmt_optim.lr_scheduler import Linear
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 SHAPES = [(6, 4), (5, 3), (7,), (3, 2), (4,), (8, 3)]
 
@@ -38,12 +38,12 @@ def make(params, loss_scale=None, **settings):
 
 
 def over_rows(ctx):
-    return shards(tensors(SHAPES), [cut_slice(s, ctx.world) for s in SHAPES])
+    return shards(tensors(SHAPES), [shard_slice(s, ctx.world) for s in SHAPES])
 
 
 def give_gradients(manager, params, step, bad=None):
     for p, g in zip(params, tensors(SHAPES, 50 + step)):
-        p.grad = cut(g, slice_of(p)).clone() * manager.loss_scale
+        p.grad = shard_of(g, slice_of(p)).clone() * manager.loss_scale
     if bad is not None:
         params[bad].grad.fill_(torch.inf)
 
@@ -58,16 +58,16 @@ def run(manager, params, steps, max_norm=None):
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_mixed_manager_over_shards_is_the_same_over_whole_tensors(ctx, max_norm):
-    params, whole = over_rows(ctx), [nn.Parameter(t) for t in tensors(SHAPES)]
+def test_a_mixed_manager_over_shards_is_the_same_over_unsharded_tensors(ctx, max_norm):
+    params, unsharded = over_rows(ctx), [nn.Parameter(t) for t in tensors(SHAPES)]
     manager, optimizers = make(params, 1024.0)
-    plain, theirs = make(whole)
+    plain, theirs = make(unsharded)
     assert type(plain.optimizers[4]) is torch.optim.Adafactor
     assert type(manager.optimizers[4]) is (TorchAdafactor if ctx.world_size > 1 else torch.optim.Adafactor)
     assert manager.optimizers[4].param_groups is optimizers[4].param_groups
     run(manager, params, range(6), max_norm)
-    run(plain, whole, range(6), max_norm)
-    assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+    run(plain, unsharded, range(6), max_norm)
+    assert update_error(params, unsharded, tensors(SHAPES)) <= 1e-5
     assert [o.param_groups[0]["lr"] for o in optimizers] == [o.param_groups[0]["lr"] for o in theirs]
 
 
@@ -100,9 +100,9 @@ def test_an_overflow_anywhere_skips_all_and_costs_no_collective(ctx, bad):
     torch.testing.assert_close(after, before[1], rtol=0, atol=0)
     assert manager.optimizers[0].communication is made
     run(manager, params, [2])
-    whole = [nn.Parameter(t) for t in tensors(SHAPES)]
-    run(make(whole)[0], whole, range(3))
-    assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+    unsharded = [nn.Parameter(t) for t in tensors(SHAPES)]
+    run(make(unsharded)[0], unsharded, range(3))
+    assert update_error(params, unsharded, tensors(SHAPES)) <= 1e-5
 
 
 @pytest.mark.ranks(2)
@@ -223,7 +223,7 @@ def test_an_option_out_of_range_steps_nothing(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("gather", [False, True])
-def test_states_go_on_at_the_same_layout_and_in_whole_tensors(ctx, gather, tmp_path):
+def test_states_go_on_at_the_same_layout_and_in_unsharded_tensors(ctx, gather, tmp_path):
     params = over_rows(ctx)
     manager, _ = make(params, 64.0)
     run(manager, params, range(3))
@@ -245,14 +245,14 @@ def test_states_go_on_at_the_same_layout_and_in_whole_tensors(ctx, gather, tmp_p
     run(others, resumed, range(3, 5))
     assert all(torch.equal(p, q) for p, q in zip(params, resumed))
     if gather:  # into the optimizers that were not converted
-        whole = [nn.Parameter(t) for t in tensors(SHAPES)]
-        plain, _ = make(whole)
-        run(plain, whole, range(3))
+        unsharded = [nn.Parameter(t) for t in tensors(SHAPES)]
+        plain, _ = make(unsharded)
+        run(plain, unsharded, range(3))
         saved["loss_scale"], saved["loss_scale_enabled"] = 1, False
         saved["optimizers"][1] = plain.state_dict()["optimizers"][1]
         plain.load_state_dict(saved)
-        run(plain, whole, range(3, 5))
-        assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+        run(plain, unsharded, range(3, 5))
+        assert update_error(params, unsharded, tensors(SHAPES)) <= 1e-5
 
 
 @pytest.mark.ranks(2)

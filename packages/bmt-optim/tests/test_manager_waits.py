@@ -20,12 +20,12 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, param):
         super().__init__()
-        self.param, self.before, self.found = param, param.detach().clone(), []
+        self.param, self.before, self.changed = param, param.detach().clone(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             with torch.utils._python_dispatch._disable_current_modes():
-                self.found.append(not torch.equal(self.param, self.before))
+                self.changed.append(not torch.equal(self.param, self.before))
         return func(*args, **(kwargs or {}))
 
 
@@ -66,13 +66,13 @@ def test_the_host_reads_the_overflow_flag_after_the_step_or_later(ctx, scale, la
         with Reads(params[0]) as reads:
             taken = manager.step()
         if scale is None:
-            assert reads.found == []
+            assert reads.changed == []
         elif late:
-            assert reads.found == []
+            assert reads.changed == []
             assert taken is None
             taken = manager.settle()
         elif not overflows and step:  # the rate of iteration 0 is 0
-            assert reads.found == [True]
+            assert reads.changed == [True]
         assert taken is not overflows
         if overflows:
             assert late or all(p.grad.count_nonzero() == 0 for p in params)

@@ -1,4 +1,4 @@
-"""Muon over shards is torch.optim.Muon on whole matrices."""
+"""Muon over shards is torch.optim.Muon on one device."""
 
 import copy
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, layout, shards, tensors, train, update_error
+from layouts import layout, shard_slice, shards, tensors, train, update_error
 from torch import nn
 
 from bmt_comm import slice_of
 from bmt_optim import POLAR_EXPRESS, Muon, engine, get_muon_param_groups
-from bmt_optim.matrix import plan_matrices
+from bmt_optim.logical_params import plan_logical_params
 from bmt_optim.muon import orthogonalised
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (1, 6), (24, 8), (8, 8), (2, 2)]
 OPTIONS = {"lr": 3e-2, "weight_decay": 0.1, "momentum": 0.9}
@@ -64,15 +64,15 @@ def test_over_tensor_parallel_shards_it_is_that_of_torch(ctx):
 
 @needs_torch_muon
 @pytest.mark.ranks(4, tp_size=2)
-@pytest.mark.parametrize("fault", ["own", "return"])
+@pytest.mark.parametrize("fault", ["gather", "scatter"])
 def test_an_exchange_that_is_dropped_or_goes_to_another_rank_is_noticed(ctx, fault):
     move_packed = engine.move_packed
 
-    def broken(transfers, record, *meanwhile):
+    def broken(transfers, record, *overlap):
         for t in transfers:
             if t.into is not None:
                 t.into.zero_()
-        move_packed([t for t in transfers if t.op != fault or t.comm is not ctx.tp], record, *meanwhile)
+        move_packed([t for t in transfers if t.op != fault or t.comm is not ctx.tp], record, *overlap)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "move_packed", broken)
@@ -89,7 +89,7 @@ def test_state_goes_to_torch_and_back_and_resumes_exactly(ctx):
     train(optimizer, params, range(5), gradients)
     saved = [optimizer.state_dict(gather=True)]
     dist.broadcast_object_list(saved)
-    weights = [assemble(p.detach(), slice_of(p)) for p in params]
+    weights = [unshard(p.detach(), slice_of(p)) for p in params]
     theirs = [nn.Parameter(w.clone()) for w in weights]
     their_optimizer = torch.optim.Muon(theirs)
     their_optimizer.load_state_dict(copy.deepcopy(saved[0]))
@@ -114,33 +114,33 @@ def test_owners_of_a_gpt_have_about_equal_numbers_of_operations(ctx):
     params = []
     for shape in shapes:
         p = nn.Parameter(torch.empty(0))
-        p.bmt_slice = cut_slice(shape, ctx.world)
+        p.bmt_slice = shard_slice(shape, ctx.world)
         params.append(p)
     optimizer = Muon(params)
     costs = [optimizer.cost(s, optimizer.param_groups[0]) for s in shapes]
     loads = [0.0] * ctx.world_size
-    for matrix, cost in zip(plan_matrices(params, costs), costs):
-        loads[matrix.owner[0]] += cost
+    for logical, cost in zip(plan_logical_params(params, costs), costs):
+        loads[logical.owner[0]] += cost
     assert max(loads) <= 1.1 * min(loads)
     # 2 R² C of XXᵀ and of the last product, 2 R³ of the square, five times
     assert costs[2] == 5 * (2 * width**2 * width * 2 + 2 * width**3)
 
 
 @pytest.mark.ranks(3)
-def test_matrices_that_no_cut_crosses_stay_where_they_are(ctx):
+def test_matrices_that_one_rank_holds_stay_where_they_are(ctx):
     kinds = [(12, 6), (6, 8, 4), (9, 5)]
-    slices = [cut_slice(shape, ctx.world) for shape in kinds]
+    slices = [shard_slice(shape, ctx.world) for shape in kinds]
     expected = None
     for where in (slices, [replace(s, row_start=0, row_stop=s.shape[0], row_comm=None, row_dims=1) for s in slices]):
         params = shards(tensors(kinds), where)
         optimizer = Muon([{"params": [p], "parts": n} for p, n in zip(params, (3, 1, 3))], **OPTIONS)
         train(optimizer, params, range(4), lambda step: tensors(kinds, step + 1))
-        expected = expected or [assemble(p.detach(), slice_of(p)) for p in params]
+        expected = expected or [unshard(p.detach(), slice_of(p)) for p in params]
         assert optimizer.communication.bytes == 0
     for p, q in zip(params, expected):
         torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=2e-3)  # of bf16
-    cut = cut_slice((10, 6), ctx.world)  # 3, 3 and 4 rows: two parts of five
-    param = shards(tensors([(10, 6)]), [cut])[0]
+    where = shard_slice((10, 6), ctx.world)  # 3, 3 and 4 rows: two parts of five
+    param = shards(tensors([(10, 6)]), [where])[0]
     optimizer = Muon([param], parts=2, lr=0.1)
     train(optimizer, [param], range(1), lambda step: tensors([(10, 6)], 1))
     sent = [0, 0, 0]
@@ -173,9 +173,9 @@ def test_singular_values_come_near_one_and_vectors_stay(dtype, monkeypatch):
     monkeypatch.setattr("bmt_optim.muon._product_dtype", lambda device: dtype)
     matrix = tensors([(20, 8)])[0]
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    for found in (orthogonalised(matrix), orthogonalised(matrix.T).T):
-        assert found.dtype is torch.bfloat16
-        inner = u.T @ found.float() @ v.T
+    for result in (orthogonalised(matrix), orthogonalised(matrix.T).T):
+        assert result.dtype is torch.bfloat16
+        inner = u.T @ result.float() @ v.T
         assert ((inner.diagonal() > 0.5) & (inner.diagonal() < 1.5)).all()
         assert (inner - inner.diagonal().diag()).abs().max() < 0.05
 
@@ -185,10 +185,10 @@ def test_half_of_symmetric_products_is_enough(shape, monkeypatch):
     monkeypatch.setattr("bmt_optim.muon._product_dtype", lambda device: torch.float32)
     matrix = tensors([shape])[0]
     expected = orthogonalised(matrix, POLAR_EXPRESS).float()
-    monkeypatch.setattr("bmt_optim.muon._WORTH_HALVES", 1)
-    found = orthogonalised(matrix, POLAR_EXPRESS).float()
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
-    assert (found - expected).norm() <= 1e-3 * expected.norm()  # of bf16 results, most of which are the same
+    monkeypatch.setattr("bmt_optim.muon._MIN_SYMMETRIC_ROWS", 1)
+    result = orthogonalised(matrix, POLAR_EXPRESS).float()
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-4)
+    assert (result - expected).norm() <= 1e-3 * expected.norm()  # of bf16 results, most of which are the same
 
 
 def test_only_matrices_and_options_in_range_are_taken():
@@ -263,7 +263,7 @@ def check_kinds(ctx):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bmt_optim.muon._product_dtype", lambda device: torch.float32)
         # In bf16, the order of sums, which differs from processor to processor, decides some roundings.
-        patch.setattr("bmt_optim.muon._MOVED", torch.float32)
+        patch.setattr("bmt_optim.muon._SENT_DTYPE", torch.float32)
         start = tensors(KINDS)
         params = shards(start, layout(ctx, KINDS))
         optimizer = Muon(groups_of(params), **MUON)
@@ -323,7 +323,7 @@ def test_groups_of_a_model():
 def test_parts_that_are_taller_than_wide_are_stepped_as_matrices_of_their_own(ctx, shape):
     parts = 2
     (start,) = tensors([shape])
-    (param,) = shards([start], [cut_slice(shape, ctx.world)])
+    (param,) = shards([start], [shard_slice(shape, ctx.world)])
     train(Muon([param], parts=parts, **OPTIONS), [param], range(3), lambda step: tensors([shape], step + 1))
     halves = [t.clone().contiguous() for expert in start.view(-1, 12, 4) for t in expert.chunk(parts)]
     apart = [nn.Parameter(t) for t in halves]
@@ -333,5 +333,5 @@ def test_parts_that_are_taller_than_wide_are_stepped_as_matrices_of_their_own(ct
         return [t.contiguous() for expert in grad.view(-1, 12, 4) for t in expert.chunk(parts)]
 
     train(Muon(apart, **OPTIONS), apart, range(3), grads_at)
-    whole = torch.cat([p.detach() for p in apart]).view(shape)
-    torch.testing.assert_close(assemble(param.detach(), slice_of(param)), whole, rtol=1e-5, atol=2e-3)  # of bf16
+    unsharded = torch.cat([p.detach() for p in apart]).view(shape)
+    torch.testing.assert_close(unshard(param.detach(), slice_of(param)), unsharded, rtol=1e-5, atol=2e-3)  # of bf16

@@ -35,7 +35,7 @@ def model(seed: int = 0) -> nn.Module:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cls", [AdamW, DistributedLamb, DistributedAdafactor])
 def test_gradients_that_autograd_has_not_summed(ctx: ParallelContext, cls: Any) -> None:
-    """Replicated DTensors and a batch that is cut have gradients that are partial sums."""
+    """Replicated DTensors and a sharded batch have gradients that are partial sums."""
     mesh = init_device_mesh("cpu", (2,))
     plain, ours = model(), distribute_module(model(), mesh)
     start = [param.detach().clone() for param in plain.parameters()]
@@ -170,7 +170,7 @@ def test_a_step_with_no_rate_changes_nothing(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_torch_gets_no_part_for_the_whole(ctx: ParallelContext) -> None:
+def test_torch_gets_no_shard_in_place_of_the_full_state(ctx: ParallelContext) -> None:
     zero = pytest.importorskip("bmt_zero")
     block = zero.Block(model(), zero_level=3)
     optimizer = AdamW(block.parameters())

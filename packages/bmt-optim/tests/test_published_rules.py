@@ -10,7 +10,7 @@ from torch import nn
 
 from bmt_comm import slice_of
 from bmt_optim import APOLLO, AdamMini, AdamW, AdEMAMix, Lion, ScheduleFreeAdamW, get_adam_mini_param_groups
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (1,), (1, 1), (3, 6, 5), (2, 4, 6)]
 MATRICES = [(12, 5), (6, 9), (3, 9), (18, 18), (5, 12)]
@@ -195,17 +195,17 @@ def test_a_gathered_state_goes_on_elsewhere_to_the_last_bit(ctx, case):
     optimizer = made(case, params)
     train(optimizer, params, range(5), gradients(case))
     state = ctx.world.all_gather_object(optimizer.state_dict(gather=True))[0]
-    wholes = [assemble(p.detach(), slice_of(p)) for p in params]
-    others = shards(wholes, undivided_layout(ctx, shapes))
+    unsharded_params = [unshard(p.detach(), slice_of(p)) for p in params]
+    others = shards(unsharded_params, undivided_layout(ctx, shapes))
     again = made(case, others)
     again.load_state_dict(copy.deepcopy(state))
-    found = ctx.world.all_gather_object(again.state_dict(gather=True))[0]
+    gathered = ctx.world.all_gather_object(again.state_dict(gather=True))[0]
     for index, entry in state["state"].items():
-        assert entry.keys() == found["state"][index].keys()
-        assert all(torch.equal(value, found["state"][index][key]) for key, value in entry.items())
+        assert entry.keys() == gathered["state"][index].keys()
+        assert all(torch.equal(value, gathered["state"][index][key]) for key, value in entry.items())
     train(optimizer, params, range(5, 8), gradients(case))
     train(again, others, range(5, 8), gradients(case))
-    assert update_error(others, [assemble(p.detach(), slice_of(p)) for p in params], wholes) <= 1e-5
+    assert update_error(others, [unshard(p.detach(), slice_of(p)) for p in params], unsharded_params) <= 1e-5
 
 
 @pytest.mark.ranks(2)
@@ -227,7 +227,7 @@ def test_averages_stand_in_while_a_schedule_free_model_is_evaluated(ctx, dtype):
     before = [p.detach().clone() for p in params]
     with optimizer.evaluating():
         for p, formula in zip(params, formulas):  # rounded to nearest
-            x = assemble(p.detach(), slice_of(p)).double()
+            x = unshard(p.detach(), slice_of(p)).double()
             torch.testing.assert_close(x, formula.x, rtol=1e-5 if dtype is torch.float32 else 2**-8, atol=1e-6)
         with pytest.raises(RuntimeError, match="averages"):
             optimizer.step()
@@ -250,8 +250,8 @@ def test_groups_of_adam_mini_go_by_names(ctx):
     )
     groups = get_adam_mini_param_groups(model.named_parameters(), weight_decay=0.1, head_dim=4)
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {(g["block"], g["weight_decay"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
-    assert found == {
+    names_by_group = {(g["block"], g["weight_decay"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
+    assert names_by_group == {
         ("row", 0.1): ["attn_c_attn.weight", "embed.weight", "mlp.weight"],
         (4, 0.1): ["q_proj.weight"],
         ("element", 0.0): ["mlp.bias", "norm.bias", "q_proj.bias"],

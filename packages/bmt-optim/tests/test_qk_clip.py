@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from bmt_comm import slice_of
 from bmt_optim import Muon, QKClip, ScheduleFreeAdamW, largest_logits
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 HEADS, GROUPS, WIDTH, TAU = 6, 3, 4, 3.0
 SHAPES = [(HEADS * WIDTH, 10), (GROUPS * WIDTH, 10), (HEADS * WIDTH,), (GROUPS * WIDTH,), (3 * 2 * WIDTH, 10)]
@@ -42,10 +42,10 @@ def check(ctx, dtype):
             clip.record(second, seen[1][n])
     train(optimizer, params, range(1), lambda step: [torch.zeros(s) for s in SHAPES])
     clip.step()
-    found = []
+    weights = []
     for p in params:
         weight = optimizer.state[p].get("master", p.detach())
-        found.append(assemble(weight, slice_of(p)))
+        weights.append(unshard(weight, slice_of(p)))
         assert torch.equal(weight.to(dtype), p)
     factors = [TAU / torch.stack(each).amax(dim=0).clamp(min=TAU) for each in seen]
     keys = factors[0].view(GROUPS, -1).amin(dim=1).sqrt()
@@ -54,10 +54,10 @@ def check(ctx, dtype):
     scales = [queries, keys, queries, keys, both]
     assert (factors[0] < 1).any()
     assert (factors[0] == 1).any()
-    for p, old, scale in zip(found, start, scales):
+    for p, old, scale in zip(weights, start, scales):
         expected = old * scale.repeat_interleave(WIDTH).view(-1, *[1] * (old.dim() - 1))
         torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-7)
-    largest = torch.stack([logits_of(found, x)[2] for x in inputs]).amax(dim=0)
+    largest = torch.stack([logits_of(weights, x)[2] for x in inputs]).amax(dim=0)
     torch.testing.assert_close(largest, torch.stack(seen[0]).amax(dim=0).clamp(max=TAU), rtol=1e-5, atol=1e-5)
     before = [p.clone() for p in params]
     clip.record(first, torch.full((HEADS,), torch.inf))  # of a step that overflows

@@ -1,4 +1,4 @@
-"""Ranks that hold the same part divide the work on whole matrices, and come to what one process comes to."""
+"""Ranks that hold the same shard divide the work on matrices, and come to what one process comes to."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, shards, tensors, train, update_error
+from layouts import shard_slice, shards, tensors, train, update_error
 
 from bmt_comm import Slice
 from bmt_optim import (
@@ -51,13 +51,13 @@ def counted(work, function, *args, **options):
 
 
 def check(ctx, slices, group=None, rules=tuple(RULES)):
-    whole = [Slice(where.shape, 0, where.shape[0]) for where in slices]
+    unsharded = [Slice(where.shape, 0, where.shape[0]) for where in slices]
     for name in rules:
         make, module, function = RULES[name]
         work = Counter()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, function, partial(counted, work, getattr(module, function)))
-            expected, plain = trained(make, whole)
+            expected, plain = trained(make, unsharded)
             alone = work.pop("calls")
             params, optimizer = trained(make, slices, group)
         # GaLore's bases depend on the order of sums more than others.
@@ -73,10 +73,10 @@ def check(ctx, slices, group=None, rules=tuple(RULES)):
 
 
 @pytest.mark.ranks(2, 3)
-def test_whole_parameters_are_shared_as_under_ddp(ctx):
-    whole = [Slice(shape, 0, shape[0]) for shape in SHAPES]
-    check(ctx, whole, dist.group.WORLD)
-    _, optimizer = trained(RULES["Muon"][0], whole)
+def test_unsharded_parameters_are_shared_as_under_ddp(ctx):
+    unsharded = [Slice(shape, 0, shape[0]) for shape in SHAPES]
+    check(ctx, unsharded, dist.group.WORLD)
+    _, optimizer = trained(RULES["Muon"][0], unsharded)
     assert optimizer.communication.bytes == 0  # unless it is asked for
 
 
@@ -85,7 +85,7 @@ def test_whole_parameters_are_shared_as_under_ddp(ctx):
 def test_hybrid_shards_are_shared(ctx, kind):
     rows = ctx.tp_zero
     if kind == "rows":
-        check(ctx, [replace(cut_slice(shape, rows), replicate_comm=ctx.tp) for shape in SHAPES])
+        check(ctx, [replace(shard_slice(shape, rows), replicate_comm=ctx.tp) for shape in SHAPES])
     else:
         mine = [shape[0] if n % 2 == rows.rank else 0 for n, shape in enumerate(SHAPES)]
         check(ctx, [Slice(shape, 0, stop, rows, replicate_comm=ctx.tp) for shape, stop in zip(SHAPES, mine)])
@@ -93,7 +93,7 @@ def test_hybrid_shards_are_shared(ctx, kind):
 
 @pytest.mark.ranks(8, tp_size=2, pipe_size=2)
 def test_replicas_of_tensor_parallel_shards_share(ctx):
-    slices = [cut_slice(shape, ctx.tp_zero, n % 2, ctx.tp) for n, shape in enumerate(SHAPES)]
+    slices = [shard_slice(shape, ctx.tp_zero, n % 2, ctx.tp) for n, shape in enumerate(SHAPES)]
     check(ctx, [replace(where, replicate_comm=ctx.pipe) for where in slices], rules=("Muon", "SOAP"))
 
 
@@ -102,9 +102,9 @@ def test_heads_and_experts_have_owners_among_replicas(ctx):
     def make(params):
         return Muon([{"params": [p], "parts": n} for p, n in zip(params, (3, 1, 3))], lr=3e-2)
 
-    whole = [Slice(shape, 0, shape[0]) for shape in EXPERTS]
-    expected, _ = trained(make, whole)
-    params, optimizer = trained(make, whole, ctx.world)
+    unsharded = [Slice(shape, 0, shape[0]) for shape in EXPERTS]
+    expected, _ = trained(make, unsharded)
+    params, optimizer = trained(make, unsharded, ctx.world)
     assert update_error(params, expected, tensors(EXPERTS)) <= 1e-5
     halves = sum(p.numel() for p in params) * 2 // 2  # in bf16, of which each rank sends about a half
     assert 0.8 * halves <= optimizer.communication.bytes <= 1.2 * halves

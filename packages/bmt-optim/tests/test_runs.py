@@ -13,10 +13,10 @@ def _extents(draw):
     """Allocations filled with extents, gaps and Nones, shuffled; with the runs that are right."""
     extents, runs, address = [], [], 64
     for _ in range(draw(st.integers(1, 4))):
-        pieces = draw(st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.sampled_from("ab")), max_size=6))
-        limit = address + sum(size + gap for size, gap, _ in pieces)
+        sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.sampled_from("ab")), max_size=6))
+        limit = address + sum(size + gap for size, gap, _ in sizes)
         previous_key = None
-        for size, gap, key in pieces:
+        for size, gap, key in sizes:
             extents.append(Extent(key, address, size, limit))
             if key != previous_key:
                 runs.append([])
@@ -33,12 +33,12 @@ def _extents(draw):
 @settings(deadline=None)
 def test_a_plan_has_exactly_the_maximal_runs(case):
     order, expected, nones = case
-    found = plan_runs(order)
-    assert sorted(i for run in found for i in run) == list(range(len(order)))
-    assert sum(order[run[0]] is None for run in found) == nones
-    got = [[order[i] for i in run] for run in found if order[run[0]] is not None]
+    planned = plan_runs(order)
+    assert sorted(i for run in planned for i in run) == list(range(len(order)))
+    assert sum(order[run[0]] is None for run in planned) == nones
+    got = [[order[i] for i in run] for run in planned if order[run[0]] is not None]
     assert sorted(got, key=lambda r: r[0].start) == sorted(expected, key=lambda r: r[0].start)
-    assert found == sorted(found, key=min)
+    assert planned == sorted(planned, key=min)
 
 
 def test_neighbours_in_two_allocations_are_not_a_run():

@@ -11,7 +11,7 @@ from torch import nn
 from bmt_comm import Slice, slice_of
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, save_optimizer, saving
 from bmt_optim.lr_scheduler import Noam
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(7, 5), (1, 3), (2,), (), (10, 1, 2)]
@@ -30,18 +30,18 @@ def parameters(ctx):
         rows = t.shape[0] if t.dim() else 1
         start, stop = rows * ctx.rank // ctx.world_size, rows * (ctx.rank + 1) // ctx.world_size
         where = slice_of(t) if i == 2 else Slice(tuple(t.shape), start, stop, ctx.world)
-        params.append(nn.Parameter(cut(t, where).to(dtype)))
+        params.append(nn.Parameter(shard_of(t, where).to(dtype)))
         params[-1].bmt_slice = where
     return params
 
 
 def set_grads(params, tensors, scale=1.0):
     for p, g in zip(params, tensors):
-        p.grad = cut(g * scale, slice_of(p)).to(p.dtype)
+        p.grad = shard_of(g * scale, slice_of(p)).to(p.dtype)
 
 
-def assert_same_state(found, expected):
-    torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+def assert_same_state(actual, expected):
+    torch.testing.assert_close(actual["state"], expected["state"], rtol=0, atol=0)
 
 
 @pytest.mark.ranks(1, 2)

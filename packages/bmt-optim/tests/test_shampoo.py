@@ -10,7 +10,7 @@ from layouts import layout, shards, tensors, train, undivided_layout, update_err
 
 from bmt_comm import slice_of
 from bmt_optim import DistributedShampoo
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 LIMIT = 6
 SHAPES = [(6, 4), (5, 7), (13, 3), (5,), (3, 4, 5), (8, 8), (), (2, 1, 3, 2), (0, 3)]
@@ -59,10 +59,10 @@ class Block:
         if self.grafting == "adam":
             direction = filtered / ((self.v / (1 if self.gamma == 1 else 1 - self.gamma**t)).sqrt() + 1e-3)
         if t >= START:
-            found = filtered
+            turned = filtered
             for d, letter in enumerate(letters):
-                found = torch.einsum(f"{letters},{letter}z->{letters.replace(letter, 'z')}", found, self.roots[d])
-            direction = found if self.grafting is None else found * (direction.norm() / found.norm())
+                turned = torch.einsum(f"{letters},{letter}z->{letters.replace(letter, 'z')}", turned, self.roots[d])
+            direction = turned if self.grafting is None else turned * (direction.norm() / turned.norm())
         direction = direction + 0.1 * self.p
         self.u = self.momentum * self.u + direction
         self.p -= 3e-2 * (
@@ -96,8 +96,8 @@ def check(ctx, case, make_layout=layout, spread=True):
     optimizer = DistributedShampoo(params, **OPTIONS, **RATES, **CASES[case], spread=spread)
     train(optimizer, params, range(7), gradients)
     state = ctx.world.all_gather_object(optimizer.state_dict(gather=True))[0]
-    wholes = [assemble(p.detach(), slice_of(p)) for p in params]
-    params = shards(wholes, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
+    unsharded_params = [unshard(p.detach(), slice_of(p)) for p in params]
+    params = shards(unsharded_params, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
     again = DistributedShampoo(params, **OPTIONS, **CASES[case])
     again.load_state_dict(copy.deepcopy(state))
     train(again, params, range(7, 10), gradients)
@@ -111,7 +111,7 @@ def test_over_row_shards_it_is_that_of_its_authors_and_goes_on_elsewhere(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_over_tensor_parallel_shards_and_whole_tensors_it_is_that_of_its_authors(ctx):
+def test_over_tensor_parallel_shards_and_unsharded_tensors_it_is_that_of_its_authors(ctx):
     check(ctx, "Adam")
     check(ctx, "SGD", undivided_layout)
 
@@ -129,7 +129,7 @@ def test_renewals_are_spread_and_a_gradient_that_is_not_finite_leaves_no_rank_wa
     renewed = [(a != b).any(dim=2).sum() // 2 for a, b in itertools.pairwise(roots)]
     assert sum(renewed) == 8
     assert max(renewed) <= 2
-    assert rounds == [2, *(1 + bool(found) for found in renewed)]
+    assert rounds == [2, *(1 + bool(renewals) for renewals in renewed)]
     params[0].grad = torch.full_like(params[0], torch.nan)
     for _ in range(8):
         optimizer.step()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bmt_comm import Slice, local_tensor, slice_of
 from bmt_optim import AdamOptimizer
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 
 SHAPES = [(7, 5), (1, 3), (2,), (), (10, 1, 2)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -22,7 +22,7 @@ def values(seed=0):
 
 
 def row_slice(shape, comm, tp_dim=None, tp_comm=None):
-    """The slice of the rank-th of ``comm.size`` ragged row ranges, of a piece cut evenly enough over ``tp_comm``."""
+    """The slice of the rank-th of ``comm.size`` ragged row ranges, with ``tp_dim`` sharded almost evenly."""
     tp_offset = tp_extent = 0
     rows = shape[0] if shape else 1
     if tp_comm is not None and tp_dim is not None:
@@ -37,7 +37,7 @@ def row_slice(shape, comm, tp_dim=None, tp_comm=None):
 
 def shards(tensors, slices, dtype=torch.float32):
     """Parameters and gradients end to end in one buffer each."""
-    locals_ = [cut(t, where) for t, where in zip(tensors, slices)]
+    locals_ = [shard_of(t, where) for t, where in zip(tensors, slices)]
     data = torch.cat([t.reshape(-1) for t in locals_]).to(dtype)
     grads = torch.zeros_like(data)
     params, at = [], 0
@@ -60,7 +60,7 @@ def layout(ctx, kind):
 def train(optimizer, params, steps, grads_at=values):
     for step in steps:
         for p, g in zip(params, grads_at(step + 1)):
-            mine = cut(g, slice_of(p)).to(p.dtype)
+            mine = shard_of(g, slice_of(p)).to(p.dtype)
             if p.grad is None:
                 p.grad = mine.clone()
             else:
@@ -71,8 +71,8 @@ def train(optimizer, params, steps, grads_at=values):
 def update_error(params, reference, start):
     difference = total = 0.0
     for p, q, s in zip(params, reference, start):
-        whole = assemble(local_tensor(p.detach()), slice_of(p))
-        difference += (whole - q.detach()).double().pow(2).sum()
+        unsharded = unshard(local_tensor(p.detach()), slice_of(p))
+        difference += (unsharded - q.detach()).double().pow(2).sum()
         total += (q.detach() - s).double().pow(2).sum()
     return (difference / total).sqrt().item()
 
@@ -107,7 +107,7 @@ def _fsdp_train(model, optimizer, rank, size, steps):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole_and_their_state_gathered():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters_and_their_state_gathered():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start = Mlp(), Mlp()
@@ -123,9 +123,9 @@ def test_dtensors_of_fsdp2_are_trained_as_the_whole_and_their_state_gathered():
     local = optimizer.state_dict()["state"]
     assert all(local[i]["exp_avg"].shape == p.shape for i, p in enumerate(params))
     assert all(local[i]["exp_avg"].to_local().shape == p.to_local().shape for i, p in enumerate(params))
-    whole = optimizer.state_dict(gather=True)["state"]
-    assert len(whole) == (len(params) if rank == 0 else 0)
-    for i, entry in whole.items():
+    unsharded = optimizer.state_dict(gather=True)["state"]
+    assert len(unsharded) == (len(params) if rank == 0 else 0)
+    for i, entry in unsharded.items():
         torch.testing.assert_close(entry["exp_avg_sq"], adamw.state_dict()["state"][i]["exp_avg_sq"])
     # torch's own AdamW over the same DTensors keeps DTensor states: they are understood.
     theirs = torch.optim.AdamW(params, **OPTIONS)
@@ -144,20 +144,21 @@ def test_a_gathered_state_is_that_of_one_process_to_the_last_bit(ctx, dtype):
     single = [nn.Parameter(t.to(dtype)) for t in values()]
     alone = AdamOptimizer(single, **OPTIONS)
     train(alone, single, range(4))
-    found = optimizer.state_dict(gather=True)
+    gathered = optimizer.state_dict(gather=True)
     expected = alone.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
+    assert gathered["param_groups"] == expected["param_groups"]
     if ctx.rank:
-        assert found["state"] == {}
+        assert gathered["state"] == {}
         return
     for i, entry in expected["state"].items():
-        assert set(found["state"][i]) == set(entry)
+        assert set(gathered["state"][i]) == set(entry)
         for key, value in entry.items():
-            assert torch.equal(found["state"][i][key], value)
-            assert found["state"][i][key].shape == value.shape
+            assert torch.equal(gathered["state"][i][key], value)
+            assert gathered["state"][i][key].shape == value.shape
             if key != "step":
                 assert (
-                    found["state"][i][key].data_ptr() != optimizer.state[params[i]][key].data_ptr() or not value.numel()
+                    gathered["state"][i][key].data_ptr() != optimizer.state[params[i]][key].data_ptr()
+                    or not value.numel()
                 )
 
 
@@ -170,7 +171,7 @@ def test_a_state_gathered_at_one_layout_is_loaded_at_another(ctx, dtype):
     train(optimizer, first, range(5))
     saved = [optimizer.state_dict(gather=True)]
     dist.broadcast_object_list(saved)
-    weights = [assemble(p.detach(), slice_of(p)) for p in first]
+    weights = [unshard(p.detach(), slice_of(p)) for p in first]
     second = shards(weights, layout(ctx, "rows"), dtype)
     resumed = AdamOptimizer(second)
     resumed.load_state_dict(saved[0])
@@ -191,7 +192,7 @@ def test_each_rank_saves_its_own_state_and_loads_it_again(ctx, tmp_path):
     optimizer = AdamOptimizer(first, **OPTIONS)
     train(optimizer, first, range(5))
     torch.save(optimizer.state_dict(), tmp_path / f"rank{ctx.rank}.pt")
-    second = shards([assemble(p.detach(), slice_of(p)) for p in first], layout(ctx, "rows"))
+    second = shards([unshard(p.detach(), slice_of(p)) for p in first], layout(ctx, "rows"))
     resumed = AdamOptimizer(second)
     resumed.load_state_dict(torch.load(tmp_path / f"rank{ctx.rank}.pt", weights_only=True))
     train(resumed, second, range(5, 10))
@@ -205,8 +206,8 @@ def test_values_that_look_like_padding_survive_gathering(ctx):
     for p in params:
         p.grad.fill_(-1e15 / (1 - OPTIONS["betas"][0]))
     optimizer.step()
-    found = optimizer.state_dict(gather=True)["state"]
-    for entry, shape in zip(found.values(), SHAPES):
+    gathered = optimizer.state_dict(gather=True)["state"]
+    for entry, shape in zip(gathered.values(), SHAPES):
         assert entry["exp_avg"].shape == shape
         torch.testing.assert_close(entry["exp_avg"], torch.full(shape, -1e15))
 
@@ -223,9 +224,9 @@ def test_every_rank_has_the_same_keys_whoever_holds_rows_or_gradients(ctx):
     assert {i: sorted(entry) for i, entry in state.items()} == {
         i: ["exp_avg", "exp_avg_sq", "master", "step"] for i in range(len(SHAPES))
     }
-    found = optimizer.state_dict(gather=True)["state"]
+    gathered = optimizer.state_dict(gather=True)["state"]
     if ctx.rank == 0:
-        assert [entry["step"].item() for entry in found.values()] == [1.0] * len(SHAPES)
+        assert [entry["step"].item() for entry in gathered.values()] == [1.0] * len(SHAPES)
 
 
 @pytest.mark.ranks(2)
@@ -237,7 +238,7 @@ def test_an_empty_or_a_foreign_shard_is_not_loaded(ctx):
     if ctx.rank == 1:
         with pytest.raises(ValueError, match="rank 0 on every rank"):
             optimizer.load_state_dict(saved)
-    other = shards(values(), [row_slice(s, ctx.pipe) for s in SHAPES])  # whole
+    other = shards(values(), [row_slice(s, ctx.pipe) for s in SHAPES])  # unsharded
     train(AdamOptimizer(other), other, range(1))
     wrong = copy.deepcopy(optimizer.state_dict())
     wrong["state"][0]["exp_avg"] = torch.zeros(5, 5)
@@ -257,8 +258,8 @@ def test_frozen_parameters_have_the_same_state_at_every_layout(ctx, when):
     optimizer.step()
     params[0].requires_grad_(False)
     assert sorted(optimizer.state_dict()["state"]) == [0, 2, 3, 4]
-    found = optimizer.state_dict(gather=True)["state"]
-    assert sorted(found) == ([0, 2, 3, 4] if ctx.rank == 0 else [])
+    gathered = optimizer.state_dict(gather=True)["state"]
+    assert sorted(gathered) == ([0, 2, 3, 4] if ctx.rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
@@ -271,6 +272,6 @@ def test_gathering_leaves_parameters_alone_where_only_some_ranks_have_a_state(ct
     optimizer = AdamOptimizer(params, **OPTIONS)
     optimizer.step()
     before = [p.detach().clone() for p in params]
-    found = optimizer.state_dict(gather=True)["state"]
-    assert len(found) == (len(SHAPES) if ctx.rank == 0 else 0)
+    gathered = optimizer.state_dict(gather=True)["state"]
+    assert len(gathered) == (len(SHAPES) if ctx.rank == 0 else 0)
     assert all(torch.equal(p, b) for p, b in zip(params, before))

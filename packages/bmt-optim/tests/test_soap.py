@@ -10,7 +10,7 @@ from torch import nn
 
 from bmt_comm import slice_of
 from bmt_optim import SOAP, Dion, DistributedShampoo
-from bmt_optim.slices import assemble
+from bmt_optim.slices import unshard
 
 SHAPES = [(6, 4), (5, 7), (13, 3), (5,), (3, 4, 5), (8, 8), ()]
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1, "precondition_frequency": 3}
@@ -83,8 +83,8 @@ def check(ctx, make_layout=layout, spread=True):
     optimizer = SOAP(params, **OPTIONS, max_precond_dim=LARGEST, spread=spread)
     train(optimizer, params, range(7), gradients)
     state = ctx.world.all_gather_object(optimizer.state_dict(gather=True))[0]
-    wholes = [assemble(p.detach(), slice_of(p)) for p in params]
-    params = shards(wholes, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
+    unsharded_params = [unshard(p.detach(), slice_of(p)) for p in params]
+    params = shards(unsharded_params, undivided_layout(ctx, SHAPES) if make_layout is layout else layout(ctx, SHAPES))
     again = SOAP(params, max_precond_dim=LARGEST, spread=spread)
     again.load_state_dict(copy.deepcopy(state))
     train(again, params, range(7, 12), gradients)
@@ -119,7 +119,7 @@ def test_renewals_are_spread_and_a_gradient_that_is_not_finite_leaves_no_rank_wa
     renewed = [[not torch.equal(a, b) for a, b in zip(*pair)] for pair in itertools.pairwise(bases)]
     assert torch.tensor(renewed[:4]).sum(dim=0).tolist() == [1] * 4
     assert torch.tensor(renewed).sum(dim=1).max() <= 2
-    assert rounds == [3, *(2 + any(found) for found in renewed)]
+    assert rounds == [3, *(2 + any(renewals) for renewals in renewed)]
     params[0].grad = torch.full_like(params[0], torch.nan)
     for _ in range(4):
         optimizer.step()
@@ -133,20 +133,20 @@ def test_renewals_are_spread_and_a_gradient_that_is_not_finite_leaves_no_rank_wa
 def test_ranks_with_other_parameters_before_a_shared_one_renew_it_together(ctx):
     shapes = [(6, 4), (5, 7)]
     mine = [nn.Parameter(torch.ones(3)) for _ in range(ctx.rank)]  # as another stage of a pipeline has
-    shared, whole = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
-    for params in ([*mine, *shared], whole):
+    shared, unsharded = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
+    for params in ([*mine, *shared], unsharded):
         optimizer = SOAP(params, **OPTIONS)
         train(optimizer, params[-2:], range(8), lambda step: tensors(shapes, step))
-    assert update_error(shared, whole, tensors(shapes)) <= 1e-5
+    assert update_error(shared, unsharded, tensors(shapes)) <= 1e-5
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [SOAP, Dion, DistributedShampoo])
-def test_small_odd_shapes_have_the_bits_of_whole_tensors(ctx, kind):
+def test_small_odd_shapes_have_the_bits_of_unsharded_tensors(ctx, kind):
     """Their sums lie at odd places of one message; null spaces of bases make much of one other bit."""
     shapes = [(5, 3), (7, 5), (9, 5), (11, 6), (17, 13)]
-    sharded, whole = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
-    for params in (sharded, whole):
+    sharded, unsharded = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
+    for params in (sharded, unsharded):
         train(kind(params), params, range(8), lambda step: tensors(shapes, step))
-    for p, expected in zip(sharded, whole):
-        assert torch.equal(assemble(p.detach(), slice_of(p)), expected.detach())
+    for p, expected in zip(sharded, unsharded):
+        assert torch.equal(unshard(p.detach(), slice_of(p)), expected.detach())

@@ -15,7 +15,7 @@ RIGHT = [Subject(made.__name__, made, torch.optim.AdamW, ADAM, tolerance=1e-6) f
 
 
 class ByNorm(torch.optim.SGD):
-    """Divides gradients by their norms, of which a DTensor's is the whole one, and that of other shards is not."""
+    """Divides gradients by their norms, which are the full ones for DTensors, and not for other shards."""
 
     def step(self, closure=None):
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -38,22 +38,22 @@ class Bare(torch.optim.SGD):
 
 @pytest.mark.parametrize(("subject", "framework"), [(RIGHT[0], "FSDP2"), (RIGHT[1], "rows x tp")])
 def test_what_is_right_passes(subject, framework):  # over the others in the nox session "optimizers"
-    found = outcomes(subject, framework, list(CASES))
-    assert set(found) <= {"pass", "-"}
-    assert found.count("pass") >= 10
+    results = outcomes(subject, framework, list(CASES))
+    assert set(results) <= {"pass", "-"}
+    assert results.count("pass") >= 10
 
 
 def test_what_is_wrong_is_told():
     sgd = {"lr": 0.1}
-    cut = Subject("by norm", ByNorm, ByNorm, sgd, least=1)
-    assert outcomes(cut, "FSDP2", ["ragged shapes"]) == ["pass"]
-    [found] = outcomes(cut, "rows x tp", ["ragged shapes"])
-    assert found.startswith("wrong by")
+    by_norm = Subject("by norm", ByNorm, ByNorm, sgd, least=1)
+    assert outcomes(by_norm, "FSDP2", ["ragged shapes"]) == ["pass"]
+    [outcome] = outcomes(by_norm, "rows x tp", ["ragged shapes"])
+    assert outcome.startswith("wrong by")
     with pytest.raises(AssertionError, match="wrong by"):
-        check(cut, "rows x tp", "ragged shapes")
+        check(by_norm, "rows x tp", "ragged shapes")
     assert outcomes(Subject("talkative", Talkative, torch.optim.SGD, sgd), "DDP", ["ragged shapes"], 3) == ["hangs"]
-    found = outcomes(Subject("bare", Bare, torch.optim.SGD, sgd), "DDP", ["ragged shapes"])
-    assert found == ["raises NotImplementedError: no such thing"]
+    results = outcomes(Subject("bare", Bare, torch.optim.SGD, sgd), "DDP", ["ragged shapes"])
+    assert results == ["raises NotImplementedError: no such thing"]
     assert outcomes(Subject("Muon", Muon, torch.optim.SGD, dims=(7,)), "DDP", ["ragged shapes"]) == ["-"]
 
 

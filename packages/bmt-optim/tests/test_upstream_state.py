@@ -16,7 +16,7 @@ SHAPES = [(5, 3), (7,), (4, 2)]
 OPTIONS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
 
 
-def whole() -> list[dict[str, Tensor]]:
+def full_state() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(4)
     return [
         {
@@ -36,7 +36,7 @@ def rows_of(rank: int, size: int, shape: tuple[int, ...]) -> slice:
 def sharded_params(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """Cut between rows, which BMTrain does not do."""
     params = []
-    for entry in whole():
+    for entry in full_state():
         full = entry["_param_fp32"].to(dtype)
         rows = rows_of(ctx.rank, ctx.world_size, full.shape)
         param = nn.Parameter(full[rows].clone())
@@ -50,19 +50,19 @@ def groups() -> list[dict[str, Any]]:
 
 
 def gathered_dict() -> dict[str, Any]:
-    state = {i: {"step": 6, **{k: v.flatten() for k, v in entry.items()}} for i, entry in enumerate(whole())}
+    state = {i: {"step": 6, **{k: v.flatten() for k, v in entry.items()}} for i, entry in enumerate(full_state())}
     return {"state": state, "param_groups": groups(), "is_whole": True}
 
 
 def dict_of_rank(rank: int, size: int) -> dict[str, Any]:
-    """Cut anywhere; a rank without elements has no entry."""
+    """Sharded anywhere; a rank without elements has no entry."""
     state: dict[int, dict[str, Any]] = {}
-    for i, entry in enumerate(whole()):
-        pieces = {
+    for i, entry in enumerate(full_state()):
+        by_rank = {
             k: v.flatten().tensor_split([n * v.numel() // (size + 1) + 1 for n in range(1, size)])
             for k, v in entry.items()
         }
-        mine = {k: pieces[k][rank].clone() for k in pieces}
+        mine = {k: by_rank[k][rank].clone() for k in by_rank}
         if i != 1 or size == 1:
             state[i] = {"step": 6, **mine}
         elif rank == size - 1:  # all of the second parameter is on the last rank
@@ -76,15 +76,15 @@ def build(ctx: Any, kind: type, dtype: torch.dtype) -> tuple[list[Tensor], Any]:
 
 
 def check_loaded(ctx: Any, optimizer: Any, params: list[Tensor]) -> None:
-    for param, entry in zip(params, whole()):
+    for param, entry in zip(params, full_state()):
         rows = rows_of(ctx.rank, ctx.world_size, entry["exp_avg"].shape)
-        found = optimizer.state[param]
-        assert float(found["step"]) == 6
-        assert torch.equal(found["exp_avg"], entry["exp_avg"][rows])
-        assert torch.equal(found["exp_avg_sq"], entry["exp_avg_sq"][rows])
-        assert ("master" in found) == (param.dtype != torch.float32)
-        if "master" in found:
-            assert torch.equal(found["master"], entry["_param_fp32"][rows])
+        state = optimizer.state[param]
+        assert float(state["step"]) == 6
+        assert torch.equal(state["exp_avg"], entry["exp_avg"][rows])
+        assert torch.equal(state["exp_avg_sq"], entry["exp_avg_sq"][rows])
+        assert ("master" in state) == (param.dtype != torch.float32)
+        if "master" in state:
+            assert torch.equal(state["master"], entry["_param_fp32"][rows])
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.5]
     assert [group["hold_steps"] for group in optimizer.param_groups] == [2, 2]  # which theirs does not save
 
@@ -105,9 +105,9 @@ def test_training_goes_on_as_in_plain_pytorch(ctx: Any) -> None:
     optimizer.load_state_dict(dict_of_rank(ctx.rank, 2))
     for group in optimizer.param_groups:
         group["hold_steps"] = 0
-    plain = [nn.Parameter(entry["_param_fp32"].clone()) for entry in whole()]
+    plain = [nn.Parameter(entry["_param_fp32"].clone()) for entry in full_state()]
     reference = torch.optim.AdamW([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.5}], **OPTIONS)
-    for param, entry in zip(plain, whole()):
+    for param, entry in zip(plain, full_state()):
         moments = {key: entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
         reference.state[param] = {"step": torch.tensor(6.0), **moments}
     before = [param.detach().clone() for param in plain]
@@ -142,7 +142,7 @@ def test_moments_that_are_multiplied_by_the_loss_scale_need_the_manager(ctx: Any
     saved = {"optimizers": [scaled()], "lr_schedulers": [rates], "loss_scale": 8, "loss_scale_enabled": True}
     manager.load_state_dict(saved)
     assert (manager.loss_scale, scheduler.num_iter) == (8, 9)
-    for param, entry in zip(params, whole()):
+    for param, entry in zip(params, full_state()):
         rows = rows_of(ctx.rank, 2, entry["exp_avg"].shape)
         assert torch.allclose(optimizer.state[param]["exp_avg"], entry["exp_avg"][rows], rtol=1e-3, atol=1e-4)
         assert torch.allclose(optimizer.state[param]["exp_avg_sq"], entry["exp_avg_sq"][rows])
@@ -155,17 +155,17 @@ def bmt_scheduler(optimizer: Any) -> Any:
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_tensor_parallel_pieces_are_of_the_ranks_with_the_same_index(ctx: Any) -> None:
+def test_tensor_parallel_shards_are_of_the_ranks_with_the_same_index(ctx: Any) -> None:
     full = torch.arange(24.0).view(4, 6)
-    piece = full[:, 3 * ctx.tp_rank : 3 * ctx.tp_rank + 3].contiguous()
+    tp_shard = full[:, 3 * ctx.tp_rank : 3 * ctx.tp_rank + 3].contiguous()
     rows = slice(2 * ctx.data_rank, 2 * ctx.data_rank + 2)
-    param = nn.Parameter(piece[rows].clone())
+    param = nn.Parameter(tp_shard[rows].clone())
     setattr(param, SLICE_ATTRIBUTE, Slice((4, 6), rows.start, rows.stop, ctx.tp_zero, 1, 3 * ctx.tp_rank, 3, ctx.tp))
     optimizer = AdamOptimizer([param])
-    cut = piece.flatten()[:7] if ctx.data_rank == 0 else piece.flatten()[7:]
-    entry = {"step": 1, "exp_avg": cut, "exp_avg_sq": cut}
+    mine = tp_shard.flatten()[:7] if ctx.data_rank == 0 else tp_shard.flatten()[7:]
+    entry = {"step": 1, "exp_avg": mine, "exp_avg_sq": mine}
     optimizer.load_state_dict({"state": {0: entry}, "param_groups": [{**OPTIONS, "params": [0]}]})
-    assert torch.equal(optimizer.state[param]["exp_avg"], piece[rows])
+    assert torch.equal(optimizer.state[param]["exp_avg"], tp_shard[rows])
     gathered = {"step": 1, "exp_avg": full.flatten(), "exp_avg_sq": full.flatten()}
     with pytest.raises(ValueError, match=r"parameter 0 is split over tensor-parallel ranks.*gather=False"):
         optimizer.load_state_dict(

@@ -15,14 +15,14 @@ from .distributed import DistributedOptimizer, Params
 from .factored import Parts, factored_layout
 from .options import check_not_negative, check_pair_not_negative, check_positive, declared
 from .requests import Rule, Sum
-from .state_layout import StateTensor, like_parameter, per_matrix
+from .state_layout import StateTensor, like_parameter, per_parameter
 
 
 class DistributedAdafactor(DistributedOptimizer):
     """Adafactor (Shazeer & Stern, `arXiv:1804.04235 <https://arxiv.org/abs/1804.04235>`_).
 
-    The step is that of ``transformers.Adafactor``, from which that of ``torch.optim.Adafactor`` differs in eps, in
-    weight decay and in what lr means.
+    The step is that of ``transformers.Adafactor``. That of ``torch.optim.Adafactor`` differs in eps, weight decay and
+    the meaning of lr.
 
     For each parameter at step t, with RMS(x) = ‖x‖ / √(number of elements), in fp32 whatever its dtype::
 
@@ -34,7 +34,7 @@ class DistributedAdafactor(DistributedOptimizer):
         u ← m ← beta1·m + (1-beta1)·αu                if beta1 is given, else αu
         p ← p - α·weight_decay·p - u
 
-    ρ is min(10⁻², 1/√t) with ``relative_step``, min(10⁻⁶t, 1/√t) with ``warmup_init`` besides, and else ``lr``. Rows
+    ρ is min(10⁻², 1/√t) with ``relative_step``, min(10⁻⁶t, 1/√t) with ``warmup_init`` too, and otherwise ``lr``. Rows
     and columns are the last two dimensions.
 
     A step has two rounds: row and column sums with the sizes of the parameters, and the sizes of the updates.
@@ -93,7 +93,7 @@ class DistributedAdafactor(DistributedOptimizer):
         if options["beta1"] is not None:
             layout["exp_avg"] = like_parameter(shape)
         if options["scale_parameter"]:
-            layout["RMS"] = per_matrix()
+            layout["RMS"] = per_parameter()
         return layout
 
     def rule(self, batch: Batch) -> Rule:
@@ -106,23 +106,23 @@ class DistributedAdafactor(DistributedOptimizer):
             parts.grads, average.rows, average.cols, eps=float(options["eps"][0]), **parts.scaling
         )
         squares = bmt_kernels.square_sums(batch.pick(batch.weights, parts.order)) if scaled else ()
-        *sums, squares = yield [*average.requests(), Sum(squares, parts.matrices if scaled else [])]
+        *sums, squares = yield [*average.requests(), Sum(squares, parts.logical_params if scaled else [])]
         average.update(sums, self._beta2(batch))
         if scaled:
-            found = parts.root_mean_squares(squares)
-            torch._foreach_copy_(sizes, found.unbind())
-            rates = found.clamp_(min=options["eps"][1]).mul_(self._rate(batch))
+            rms = parts.root_mean_squares(squares)
+            torch._foreach_copy_(sizes, rms.unbind())
+            step_sizes = rms.clamp_(min=options["eps"][1]).mul_(self._rho(batch))
         else:
-            rates = torch.full((len(parts.order),), self._rate(batch), dtype=torch.float32, device=batch.device)
+            step_sizes = torch.full((len(parts.order),), self._rho(batch), dtype=torch.float32, device=batch.device)
         totals = torch.empty(len(parts.grads), dtype=torch.float32, device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
-        (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
+        (squares,) = yield [Sum(parts.per_param(totals), parts.logical_params)]
         clips = parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1)
         parts.update_weights(
             parts.grads,
             average,
-            parts.per_entry(rates / clips),
-            parts.per_entry(torch.rsub(rates, 1, alpha=decay)) if decay else None,
+            parts.per_entry(step_sizes / clips),
+            parts.per_entry(torch.rsub(step_sizes, 1, alpha=decay)) if decay else None,
             exp_avgs,
             beta1=float(beta1 or 0),
             **parts.scaling,
@@ -143,9 +143,11 @@ class DistributedAdafactor(DistributedOptimizer):
         return float(1 - batch.step ** batch.options["decay_rate"])
 
     @staticmethod
-    def _rate(batch: Batch) -> float:
+    def _rho(batch: Batch) -> float:
         """ρ of the formula."""
-        if not batch.options["relative_step"] or batch.options["lr"] == 0:  # 0: torch makes states with such a step
+        if (
+            not batch.options["relative_step"] or batch.options["lr"] == 0
+        ):  # 0: torch's initial states come from a step with lr=0
             return float(batch.options["lr"])
         most = 1e-6 * batch.step if batch.options["warmup_init"] else 1e-2
         return min(most, 1 / math.sqrt(batch.step))

@@ -1,13 +1,13 @@
 """Adam over shards: no rounds, and one kernel call per run of neighbouring parameters.
 
 [Note: runs and their state]
-    The parameters of each group are planned into runs (:mod:`bmt_optim.adam_runs`). A run's moments, and master
-    weights where its parameters are of half precision, are flat fp32 tensors; ``optimizer.state[p]`` holds
-    views of them. A step passes whole runs to the kernel. A run whose gradients do not lie as its parameters
-    do, or whose parameters have taken different numbers of steps, goes in parameter by parameter, this time.
+    The parameters of each group are planned into runs (:mod:`bmt_optim.adam_runs`). A run's moments, and its master
+    weights in half precision, are flat fp32 tensors; ``optimizer.state[p]`` holds views of them. A step passes runs to
+    the kernel. In a step in which a run's gradients are not laid out as its parameters are, or its parameters have
+    taken different numbers of steps, the kernel gets its parameters one by one.
 
-    Plans are only a cache over ``optimizer.state``. Every step compares addresses with the plan's, and a
-    parameter that lies elsewhere (``model.to(...)``) makes its group be planned anew, keeping the state.
+    Plans are only a cache over ``optimizer.state``. Every step compares addresses with the plan's. If a parameter has
+    moved (``model.to(...)``), its group is planned anew and keeps its state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import bmt_kernels
 
-from .adam_runs import GroupPlan, Pieces, RunBatch
+from .adam_runs import GroupPlan, RunBatch, RunLists
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative, declared
@@ -56,7 +56,7 @@ class Adam(DistributedOptimizer):
     keeps_copies = False
     maximizes = True
     takes_found_inf = True
-    _is_decoupled = False  # whatever a state dict that was loaded says
+    _is_decoupled = False  # True: overrides the option, which a loaded state dict may set
     _agrees = True
     """Whether ranks tell each other which parameters have gradients."""
 
@@ -97,25 +97,25 @@ class Adam(DistributedOptimizer):
     def _rules(
         self, scale: float, grad_factor: Tensor | None, found_inf: Tensor | None
     ) -> tuple[list[dict[str, Any]], list[Rule], list[Rule]]:
-        if type(self).rule is not Adam.rule:  # a derived one, for logical parameters
+        if type(self).rule is not Adam.rule:  # a subclass's rule, for logical parameters
             return super()._rules(scale, grad_factor, found_inf)
         self._drop_old_plan()
-        without: set[Tensor] = set()  # gradients, on ranks whose parts are empty
+        without: set[Tensor] = set()  # stepped parameters whose shard is empty and has no gradient
         if self._agrees:
-            everything = self._current_plan()
-            present = zip(everything.matrices, everything.presence.update())
-            without = {matrix.param for matrix, there in present if there and matrix.param.grad is None}
+            step_plan = self._current_plan()
+            present = zip(step_plan.logical_params, step_plan.presence.update())
+            without = {logical.param for logical, there in present if there and logical.param.grad is None}
         entries: list[dict[str, Any]] = []
         batches: list[RunBatch] = []
         in_runs: list[Tensor] = []
         for group, plan in zip(self.param_groups, self._current_runs()):
-            found: dict[Any, Pieces] = {}
+            lists_of: dict[Any, RunLists] = {}
             for each in plan.runs:
-                each.collect(self, group, found, without)
-            for (step, *_), pieces in found.items():
-                entries += pieces.entries
-                in_runs += pieces.in_runs
-                batches.append(RunBatch(pieces, group, step, scale, grad_factor, found_inf, {}, None))
+                each.collect(self, group, lists_of, without)
+            for (step, *_), lists in lists_of.items():
+                entries += lists.entries
+                in_runs += lists.in_runs
+                batches.append(RunBatch(lists, group, step, scale, grad_factor, found_inf, {}, None))
         return entries, [], [self._step_rule(batches, in_runs)]
 
     def _step_rule(self, batches: Sequence[RunBatch], in_runs: Sequence[Tensor]) -> Rule:
@@ -130,13 +130,13 @@ class Adam(DistributedOptimizer):
             self._update_batch(batch, self._kernel_options(batch))
 
     def _update_batch(self, batch: Batch, options: Mapping[str, Any]) -> None:
-        """Step a batch whose state is beside the parameters."""
+        """Step a batch whose state is on the device of its parameters."""
         for indices, params, masters in batch.for_kernels():
             grads, *moments = (batch.pick(v, indices) for v in (batch.grads, *map(batch.state, MOMENTS)))
             bmt_kernels.adam_step(params, grads, *moments, masters=masters, **options)
 
     def _kernel_options(self, batch: Batch) -> dict[str, Any]:
-        """The arguments of :func:`bmt_kernels.adam_step` that are no lists of tensors."""
+        """The arguments of :func:`bmt_kernels.adam_step` that are not lists of tensors."""
         options = batch.options
         return {
             **{name: options[name] for name in ("betas", "eps", "weight_decay")},
@@ -159,9 +159,9 @@ class Adam(DistributedOptimizer):
                     each.materialize(self, group)
 
     def _current_runs(self) -> list[GroupPlan]:
-        """A plan per group that holds for where the parameters lie now."""
+        """A plan per group, for the current addresses of the parameters."""
         count = 0
-        with torch.no_grad():  # in which a DTensor hands out its local tensor without a detour
+        with torch.no_grad():  # a DTensor gives its local tensor faster without autograd
             for number, group in enumerate(self.param_groups):
                 params = group["params"]
                 if number == len(self._plans) or not self._plans[number].holds(params, count, self.state):
@@ -171,16 +171,16 @@ class Adam(DistributedOptimizer):
                 count += len(params)
         return self._plans
 
-    def _share_of(self, param: Tensor) -> Hashable:
-        """Parameters for which this differs are given to different kernel calls."""
+    def _sharing_of(self, param: Tensor) -> Hashable:
+        """Parameters for which this differs are passed to different kernel calls."""
         return None
 
     def _keeps(self, state: Tensor, device: torch.device) -> bool:
-        """Whether a state tensor is where that of parameters on ``device`` belongs."""
+        """Whether a state tensor of parameters on ``device`` is in the right memory."""
         return state.device == device
 
     def _settle(self) -> None:
-        """Wait until the state can be read and written where it is."""
+        """Wait until the state can be read and written."""
 
 
 class AdamW(Adam):
@@ -210,7 +210,7 @@ class AdamOptimizer(Adam):
     """:class:`AdamW` as BMTrain has it: no weight decay by default, and steps that hold the parameters.
 
     Moments are of the unscaled gradient, so that a state dict does not depend on the loss scale. A master weight takes
-    the parameter's value until the first step; one who writes into half-precision parameters later calls
+    the parameter's value until the first step. After later writes into half-precision parameters, call
     :meth:`sync_masters`. A step communicates nothing: each rank steps those of its parameters that have a gradient.
 
     Args:
@@ -250,8 +250,9 @@ class AdamOptimizer(Adam):
         super().check_state_dict(self._converted(state_dict))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As :meth:`DistributedOptimizer.load_state_dict`. The state may be BMTrain 1.0's, too: gathered, or of this
-        rank in a job of as many ranks; in a pipeline every rank must call this for it.
+        """As :meth:`DistributedOptimizer.load_state_dict`. It takes the state of BMTrain 1.0, too.
+
+        That state may be gathered, or of this rank in a job of as many ranks. In a pipeline every rank must call this.
         """
         super().load_state_dict(self._converted(state_dict))
 

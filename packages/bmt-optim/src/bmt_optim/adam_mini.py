@@ -17,11 +17,11 @@ from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative, declared
 from .requests import Rule, Sum
 from .slices import row_indices
-from .state_layout import StateTensor, like_parameter, per_matrix, row_statistic, whole
+from .state_layout import StateTensor, like_parameter, per_parameter, replicated, row_statistic
 
 BLOCKS = ("element", "row", "tensor")
 
-# What the author's groups go by: parts of names, and how many rows share a second moment (None: those of a head).
+# The author's groups: parts of names, and which rows share a second moment (None: those of a head).
 _BLOCK_OF_NAMES: Sequence[tuple[Sequence[str], str | None]] = (
     (("bias",), "element"),
     (("k_proj", "q_proj", "wq", "wk", "query", "key"), None),
@@ -79,20 +79,20 @@ class AdamMini(DistributedOptimizer):
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": _statistic(shape, options["block"])}
 
     def rule(self, batch: Batch) -> Rule:
-        options, matrices, block = batch.options, batch.matrices, batch.options["block"]
+        options, params, block = batch.options, batch.logical_params, batch.options["block"]
         beta1, beta2 = options["betas"]
         grads = [batch.fp32_grad(i) for i in range(len(batch))]
-        shared = [i for i, m in enumerate(matrices) if _is_blockwise(m.where.shape, block)]
-        sums = [_block_sums(grads[i], matrices[i].where, block) for i in shared]
+        shared = [i for i, p in enumerate(params) if _is_blockwise(p.where.shape, block)]
+        sums = [_block_sums(grads[i], params[i].where, block) for i in shared]
         over = (-1,) if block == "row" else None
-        (sums,) = yield [Sum(sums, batch.pick(matrices, shared), over)]
+        (sums,) = yield [Sum(sums, batch.pick(params, shared), over)]
         totals = dict(zip(shared, sums, strict=True))
         correction, root = 1 - beta1**batch.step, math.sqrt(1 - beta2**batch.step)
         lr = float(options["lr"])
         averages, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
-                where = matrices[i].where
+                where = params[i].where
                 means = totals[i] / _block_size(where.shape, block) if i in totals else grads[i].square()
                 averages[i].lerp_(grads[i], 1 - beta1)
                 squares[i].mul_(beta2).add_(means, alpha=1 - beta2)
@@ -105,7 +105,7 @@ class AdamMini(DistributedOptimizer):
 
 
 def _is_blockwise(shape: tuple[int, ...], block: str | int) -> bool:
-    """Whether a second moment is of more than an element, or would be of a larger parameter."""
+    """Whether a second moment covers several elements, or would for a larger parameter."""
     return block != "element" and not (block == "row" and len(shape) < 2)
 
 
@@ -120,12 +120,12 @@ def _statistic(shape: tuple[int, ...], block: str | int) -> StateTensor:
     if not _is_blockwise(shape, block):
         return like_parameter(shape)
     if block == "tensor":
-        return per_matrix()
+        return per_parameter()
     if block == "row":
         return row_statistic(shape)
     if len(shape) != 2 or shape[0] % int(block):
         raise ValueError(f"block={block!r}: a parameter of shape {shape} is no matrix of a multiple of {block} rows")
-    return whole((shape[0] // int(block),))
+    return replicated((shape[0] // int(block),))
 
 
 def _block_sums(grad: Tensor, where: Slice, block: str | int) -> Tensor:
@@ -137,18 +137,17 @@ def _block_sums(grad: Tensor, where: Slice, block: str | int) -> Tensor:
         return rows
     of_all = torch.zeros(where.shape[0], dtype=torch.float32, device=grad.device)
     of_all[row_indices(where, grad.device)] = rows
-    return of_all.view(-1, int(block)).sum(
-        1
-    )  # in a fixed order, as replicas must have it; index_add_ has none on a GPU
+    # Not index_add_: it has no fixed order on a GPU, and replicas must get the same bits.
+    return of_all.view(-1, int(block)).sum(1)
 
 
 def get_adam_mini_param_groups(
     named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float, head_dim: int
 ) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`AdamMini`, by the names that layers have in common models.
+    """Parameter groups for :class:`AdamMini`, by the usual names of layers.
 
     Queries and keys have a second moment per head, embeddings, values and other matrices one per row, biases one per
-    element, and norms one in all. Biases and norms are not decayed.
+    element, and a norm's weight has one. Biases and norms are not decayed.
 
     Args:
         named_parameters: ``model.named_parameters()``.
@@ -157,11 +156,11 @@ def get_adam_mini_param_groups(
     """
     groups: dict[tuple[str | int, bool], list[Tensor]] = {}
     for name, param in named_parameters:
-        found = [block for names, block in _BLOCK_OF_NAMES if any(part in name.lower() for part in names)]
+        matches = [block for names, block in _BLOCK_OF_NAMES if any(part in name.lower() for part in names)]
         is_matrix = len(slice_of(param).shape) > 1
         block: str | int = "row" if is_matrix else "tensor"
-        if found and (is_matrix or found[0] == "element"):
-            block = found[0] if found[0] is not None else head_dim
+        if matches and (is_matrix or matches[0] == "element"):
+            block = matches[0] if matches[0] is not None else head_dim
         groups.setdefault((block, is_matrix), []).append(param)
     return [
         {"params": params, "block": block, "weight_decay": weight_decay if decays else 0.0}

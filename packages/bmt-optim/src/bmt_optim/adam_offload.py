@@ -16,22 +16,21 @@ from bmt_kernels import OffloadPipeline, OffloadRow
 
 from .adam import MOMENTS, AdamOptimizer
 from .adam_runs import RunBatch
-from .gradients import reduce_over_ranks, share_of
+from .gradients import reduce_over_ranks, sharing_of
 from .state_layout import StateTensor
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
     """:class:`AdamOptimizer` with moments and master weights in host memory: 8 or 12 bytes per element less on the GPU.
 
-    Updates are the same, and so are state dicts: what one of the two saved, the other loads.
+    Updates and state dicts are the same, so each of the two loads what the other saved.
 
-    With ``compute="host"`` gradients are copied to the host, which does the arithmetic (vectorised, on all of
-    PyTorch's threads) and sends the parameters back. The host must have the gradients to work on, so
-    :meth:`step` waits for backward and returns when the arithmetic is done. With ``compute="device"`` only
-    the state is on the host, in page-locked memory; it is copied to the device, worked on there and copied
-    back, and :meth:`step` waits for nothing. Either way the copies run on streams of their own, a chunk
-    behind and a chunk ahead of the arithmetic, through staging buffers of 48 MiB (:mod:`bmt_kernels.offload`).
-    Parameters on the CPU are updated in place, without copies.
+    With ``compute="host"`` gradients are copied to the host (D2H), which does the arithmetic (vectorised, on all of
+    PyTorch's threads) and sends the parameters back (H2D). :meth:`step` waits for backward, because the host needs the
+    gradients, and returns when the arithmetic is done. With ``compute="device"`` only the state is on the host, in
+    page-locked memory. It is copied to the device, updated there and copied back, and :meth:`step` waits for nothing.
+    In both cases the copies run on streams of their own, a chunk behind and a chunk ahead of the arithmetic, through
+    staging buffers of 48 MiB (:mod:`bmt_kernels.offload`). Parameters on the CPU are updated in place, without copies.
 
     Args:
         params: parameters (fp32, fp16 or bf16; mixed at will) or parameter groups, on CUDA devices or the CPU.
@@ -92,9 +91,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def get_avg_delta(self) -> float:
         """The mean of the Adam direction in the last step, over all elements of all parameters that took part.
 
-        Each logical element counts once, whichever ranks hold it; all ranks get the same. The direction
-        knows neither learning rate nor weight decay, and there is one during ``hold_steps``, too. NaN before
-        the first step.
+        Each logical element counts once, whichever ranks hold it. All ranks get the same value. The direction does not
+        depend on learning rate or weight decay. There is one during ``hold_steps``, too. NaN before the first step.
 
         Raises:
             RuntimeError: the optimizer was made without ``record_delta=True``.
@@ -103,7 +101,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return total / count if count else math.nan
 
     def get_var_delta(self) -> float:
-        """The variance (that of the population) that belongs to :meth:`get_avg_delta`."""
+        """The population variance of the direction, as :meth:`get_avg_delta` is its mean."""
         count, total, squares = self._recorded()
         return max(squares / count - (total / count) ** 2, 0.0) if count else math.nan
 
@@ -116,15 +114,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _update(self, batches: Sequence[RunBatch]) -> None:
         work: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
-        copies: list[tuple[Tensor, Tensor]] = []  # contiguous stand-ins of parameters
+        copies: list[tuple[Tensor, Tensor]] = []  # contiguous copies, and the parameters that get them
         deltas: list[tuple[RunBatch, Tensor]] = []
         for batch in batches:
             device = batch.params[0].device
-            options, place = self._kernel_options(batch), self._place(device)
+            options, compute_device = self._kernel_options(batch), self._compute_device(device)
             if batch.grad_factor is not None:
-                options["grad_factor"] = batch.grad_factor.to(place)
+                options["grad_factor"] = batch.grad_factor.to(compute_device)
             if self.record_delta:
-                options["delta_stats"] = torch.zeros(2, dtype=torch.float64, device=place)
+                options["delta_stats"] = torch.zeros(2, dtype=torch.float64, device=compute_device)
                 deltas.append((batch, options["delta_stats"]))
             if self._is_offloaded(device):
                 params = [p.contiguous() for p in batch.params]
@@ -132,8 +130,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 work.setdefault(device, []).append((_rows(batch, params, options), partial(_step_rows, options)))
             else:
                 self._update_batch(batch, options)
-        for device, found in work.items():
-            self._pipeline(device).run(found)
+        for device, of_device in work.items():
+            self._pipeline(device).run(of_device)
         for copied, param in copies:
             param.copy_(copied)
         if self.record_delta:
@@ -144,10 +142,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = total
 
     def _is_offloaded(self, device: torch.device) -> bool:
-        """Whether parameters on ``device`` and their state are apart."""
+        """Whether the state of parameters on ``device`` is on another device."""
         return device.type != "cpu"
 
-    def _place(self, device: torch.device) -> torch.device:
+    def _compute_device(self, device: torch.device) -> torch.device:
         """Where the arithmetic for parameters on ``device`` is done."""
         return torch.device("cpu") if self.compute == "host" else device
 
@@ -167,49 +165,49 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._settle()
         super().sync_masters()
 
-    # --- where state is ---------------------------------------------------------------------------
+    # --- state memory -----------------------------------------------------------------------------
 
     def new_state(
         self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
     ) -> Tensor:
-        if self._locks(device):
+        if self._pins(device):
             return bmt_kernels.pinned_zeros(math.prod(shape)).view(shape)
         return super().new_state(key, tensor, shape, torch.device("cpu"), options)
 
     def _keeps(self, state: Tensor, device: torch.device) -> bool:
-        return state.device.type == "cpu" and (not self._locks(device) or state.is_pinned())
+        return state.device.type == "cpu" and (not self._pins(device) or state.is_pinned())
 
-    def _locks(self, device: torch.device) -> bool:
+    def _pins(self, device: torch.device) -> bool:
         """Whether the state of parameters on ``device`` is in page-locked memory."""
         return self.compute == "device" and device.type == "cuda"
 
     # --- mean and variance of the direction -------------------------------------------------------
 
-    def _share_of(self, param: Tensor) -> Hashable:
-        return share_of(param, _context()) if self.record_delta else None
+    def _sharing_of(self, param: Tensor) -> Hashable:
+        return sharing_of(param, _context()) if self.record_delta else None
 
     def _total(self, deltas: Sequence[tuple[RunBatch, Tensor]]) -> Tensor:
-        """Count, sum and sum of squares over all ranks, of what this rank's batches have summed up."""
+        """Count, sum and sum of squares over all ranks, from the sums of this rank's batches."""
         device = next((sums.device for _, sums in deltas), torch.device("cpu"))
         local: dict[Hashable, Tensor] = {}
         for batch, sums in deltas:
             count = torch.tensor([float(sum(t.numel() for t in batch.params))], dtype=torch.float64, device="cpu")
-            found = torch.cat([count.to(device), sums.to(device)])
-            local[batch.share] = local[batch.share] + found if batch.share in local else found
+            total = torch.cat([count.to(device), sums.to(device)])
+            local[batch.sharing] = local[batch.sharing] + total if batch.sharing in local else total
         nothing = torch.zeros(3, dtype=torch.float64, device=device)
 
-        def of_share(params: Sequence[Tensor]) -> Tensor:
-            return local.get(self._share_of(params[0]), nothing) if params else nothing
+        def of_params(params: Sequence[Tensor]) -> Tensor:
+            return local.get(self._sharing_of(params[0]), nothing) if params else nothing
 
-        return reduce_over_ranks(self._params(), of_share, _context(), "sum")
+        return reduce_over_ranks(self._params(), of_params, _context(), "sum")
 
 
 def _context() -> bmt_comm.ParallelContext | None:
     return bmt_comm.current_context() if bmt_comm.is_initialized() else None
 
 
-# Rows and steps agree on what is where: the gradient is read[0], the moments are update[0] and update[1]. Held
-# parameters are read[1]; else fp32 ones are update[2], and for others update[2] is the master and write[0] the copy.
+# The layout of a row: the gradient is read[0], the moments are update[0] and update[1]. A held parameter is read[1].
+# Otherwise an fp32 parameter is update[2]. For others update[2] is the master, and write[0] the parameter.
 
 
 def _rows(batch: RunBatch, params: Sequence[Tensor], options: Mapping[str, Any]) -> list[OffloadRow]:

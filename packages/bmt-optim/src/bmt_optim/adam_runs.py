@@ -17,59 +17,59 @@ from torch import Tensor
 from bmt_comm import local_tensor
 
 from .batch import HALF, Batch, sync_masters
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .runs import extent_of, flat_over, flat_view, local_grad, plan_runs
 
 Optimizer = Any
 """An :class:`~bmt_optim.adam.Adam`, whose module imports this one."""
 
 
-class Pieces:
-    """Runs, and single parameters, of one step, dtype, device and share: the lists of a batch."""
+class RunLists:
+    """The lists of a batch: runs, and single parameters, of one step, dtype, device and sharing."""
 
-    def __init__(self, share: Hashable) -> None:
-        self.share = share
+    def __init__(self, sharing: Hashable) -> None:
+        self.sharing = sharing
         self.locals: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.states: list[dict[str, Any]] = []
-        self.matrices: list[Matrix] = []  # of single parameters that are rounded stochastically
+        self.logical_params: list[LogicalParam] = []  # of single parameters that are rounded stochastically
         self.entries: list[dict[str, Any]] = []  # of the state, whose step this is
         self.in_runs: list[Tensor] = []  # parameters that the kernel sees only as part of a run
 
 
 class RunBatch(Batch):
-    """A batch of runs: ``params`` are flat, or single parameters; ``share`` is whom they are shared with."""
+    """A batch of runs: ``params`` are flat, or single parameters; ``sharing`` as in ``Adam._sharing_of``."""
 
-    def __init__(self, pieces: Pieces, *settings: Any) -> None:
-        self.share, self.params = pieces.share, pieces.locals
-        super().__init__(pieces.matrices, pieces.locals, pieces.grads, pieces.states, *settings)
+    def __init__(self, lists: RunLists, *settings: Any) -> None:
+        self.sharing, self.params = lists.sharing, lists.locals
+        super().__init__(lists.logical_params, lists.locals, lists.grads, lists.states, *settings)
 
     def __len__(self) -> int:
         return len(self.grads)
 
 
 class GroupPlan:
-    """The runs of one parameter group, the first of whose parameters is the optimizer's parameter ``first``."""
+    """The runs of one parameter group, whose first parameter is number ``first`` of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], first: int) -> None:
         self.params, self.first = list(params), first
         locals_ = [local_tensor(p) for p in params]
-        # A DTensor has no memory of its own and is asked for its local tensor each time; others lie where that does.
+        # A DTensor has no memory of its own: its local tensor has. Other parameters are their local tensors.
         self.plain = all(p.data_ptr() == t.data_ptr() for p, t in zip(params, locals_))
         self.places = _places(locals_)
-        shares = [optimizer._share_of(p) for p in params]
+        sharings = [optimizer._sharing_of(p) for p in params]
         extents = [
-            # what is rounded stochastically is rounded by its place in the logical tensor
-            None if optimizer.stochastic_rounding and p.dtype in HALF else extent_of(t, key=(p.requires_grad, share))
-            for p, t, share in zip(params, locals_, shares)
+            # stochastic rounding depends on the position in the logical tensor, which a run has not
+            None if optimizer.stochastic_rounding and p.dtype in HALF else extent_of(t, key=(p.requires_grad, sharing))
+            for p, t, sharing in zip(params, locals_, sharings)
         ]
         self.runs = [
-            Run([self.params[i] for i in run], [locals_[i] for i in run], shares[run[0]], first + run[0])
+            Run([self.params[i] for i in run], [locals_[i] for i in run], sharings[run[0]], first + run[0])
             for run in plan_runs(extents)
         ]
 
     def holds(self, params: Sequence[Tensor], first: int, state: Mapping[Tensor, Any]) -> bool:
-        """Whether these are still the parameters, and lie where they did, and ``state`` is still their state."""
+        """Whether the parameters, their addresses and their state in ``state`` are unchanged."""
         if first != self.first or len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         if _places(params if self.plain else [local_tensor(p) for p in params]) != self.places:
@@ -84,17 +84,17 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.dtype, bool]]:
 class Run:
     """Parameters end to end in memory (or one that has no neighbour), and their flat state."""
 
-    def __init__(self, params: list[Tensor], locals_: list[Tensor], share: Hashable, index: int) -> None:
+    def __init__(self, params: list[Tensor], locals_: list[Tensor], sharing: Hashable, index: int) -> None:
         first = locals_[0]
-        self.share = share
+        self.sharing = sharing
         self.index = index  # of the first parameter
         self.params = params
         self.locals = [t.detach() for t in locals_]
         self.device = first.device
-        self.key = (first.dtype, first.device, share)  # a batch has one
+        self.key = (first.dtype, first.device, sharing)  # the same in a batch
         self.rounds = False  # stochastically
         *self.offsets, self.numel = accumulate((t.numel() for t in locals_), initial=0)
-        # Holds the memory of the run, so that an address in it can belong to nothing else while it is compared.
+        # Keeps the memory of the run alive, so that no other tensor can get an address that is compared with it.
         self.flat = flat_view(first.detach(), self.numel) if len(params) > 1 else self.locals[0]
         self.flats: dict[str, Tensor] = {}  # the state
         self.states: list[dict[str, Any]] = []  # of the parameters: views of it, and steps
@@ -121,7 +121,7 @@ class Run:
         self.states = [state[p] for p in self.params]
 
     def has_state_in(self, state: Mapping[Tensor, Any]) -> bool:
-        """Whether ``state`` has what this run has given it, or was given nothing: scripts may change or drop it."""
+        """Whether ``state`` still has what this run put there, if anything: scripts may change or drop it."""
         for param, entry, views in zip(self.params, self.states, self.views):
             if state.get(param) is not entry:
                 return False
@@ -135,9 +135,9 @@ class Run:
     ) -> Tensor:
         tensors = [entry[key] for entry in entries if key in entry]
         if self.numel and len(tensors) == len(entries) and optimizer._keeps(tensors[0], self.device):
-            found = flat_over(tensors, self.offsets, self.numel)
-            if found is not None:
-                return found
+            flat_state = flat_over(tensors, self.offsets, self.numel)
+            if flat_state is not None:
+                return flat_state
         flat = optimizer.new_state(key, kind, (self.numel,), self.device, group)
         for i, entry in enumerate(entries):
             if key in entry:
@@ -150,11 +150,11 @@ class Run:
     # --- a step -----------------------------------------------------------------------------------
 
     def collect(
-        self, optimizer: Optimizer, group: Mapping[str, Any], found: dict[Any, Pieces], without: Set[Tensor]
+        self, optimizer: Optimizer, group: Mapping[str, Any], batches: dict[Any, RunLists], without: Set[Tensor]
     ) -> None:
-        """Put what the next step works on into the batch where it belongs.
+        """Add what the next step works on to its batch in ``batches``.
 
-        ``without`` are empty parameters that are stepped although they have no gradient here.
+        ``without`` are empty parameters that are stepped although they have no gradient on this rank.
         """
         params, states = self.params, self.states
         if len(params) == 1:
@@ -173,25 +173,27 @@ class Run:
             steps = [entry["step"] for entry in states]
             flat_grad = flat_over(grads, self.offsets, self.numel) if steps.count(steps[0]) == len(steps) else None
             if flat_grad is not None:
-                pieces = self._add(found, steps[0], self.flat, flat_grad, self.flats)
-                pieces.entries.extend(states)
-                pieces.in_runs.extend(params)
+                lists = self._add(batches, steps[0], self.flat, flat_grad, self.flats)
+                lists.entries.extend(states)
+                lists.in_runs.extend(params)
                 return
         for local, grad, entry in zip(self.locals, grads, states):
             if grad is not None:
-                pieces = self._add(found, entry["step"], local, grad, entry)
-                pieces.entries.append(entry)
+                lists = self._add(batches, entry["step"], local, grad, entry)
+                lists.entries.append(entry)
                 if self.rounds:
-                    pieces.matrices.append(optimizer._current_plan().matrices[self.index])
+                    lists.logical_params.append(optimizer._current_plan().logical_params[self.index])
 
-    def _add(self, found: dict[Any, Pieces], steps: int, local: Tensor, grad: Tensor, state: dict[str, Any]) -> Pieces:
+    def _add(
+        self, batches: dict[Any, RunLists], steps: int, local: Tensor, grad: Tensor, state: dict[str, Any]
+    ) -> RunLists:
         if steps == 0:
             sync_masters([state], [local])
         key = (steps + 1, grad.dtype, self.key)
-        pieces = found.get(key)
-        if pieces is None:
-            pieces = found[key] = Pieces(self.share)
-        pieces.locals.append(local)
-        pieces.grads.append(grad.contiguous())
-        pieces.states.append(state)
-        return pieces
+        lists = batches.get(key)
+        if lists is None:
+            lists = batches[key] = RunLists(self.sharing)
+        lists.locals.append(local)
+        lists.grads.append(grad.contiguous())
+        lists.states.append(state)
+        return lists

@@ -19,12 +19,12 @@ class AdamW8bit(DistGaloreAdamW):
         m ← β₁m + (1-β₁)g        v ← β₂v + (1-β₂)g²
         p ← (p - lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + eps))(1 - lr·weight_decay)
 
-    m and v are kept as codes of 8 bits, with a largest magnitude per block of 256 elements of the logical tensor: 2.03
-    bytes per parameter. So a state has the same bytes on every layout. Where a cut runs through blocks, a step has one
-    round, in which ranks agree on the largest magnitudes.
+    m and v are kept as codes of 8 bits, with the absmax of each block of 256 elements of the logical tensor: 2.03 bytes
+    per parameter. So a state has the same bytes on every layout. Where ranks share blocks, a step has one round, in
+    which they agree on the absmax.
 
-    It loads state dicts of ``bitsandbytes.optim.AdamW8bit`` that have blocks of 256, and
-    :meth:`bitsandbytes_state_dict` makes such.
+    It loads state dicts of ``bitsandbytes.optim.AdamW8bit`` with blocks of 256, and :meth:`bitsandbytes_state_dict`
+    makes them.
 
     Args:
         params: parameters, or parameter groups.
@@ -74,22 +74,22 @@ class AdamW8bit(DistGaloreAdamW):
     def bitsandbytes_state_dict(self) -> dict[str, Any]:
         """The gathered state, as ``bitsandbytes.optim.AdamW8bit`` loads it.
 
-        Moments and their maxima keep their bytes. Master weights are left out, for bitsandbytes has none. A collective
-        over the ranks that share parameters; ranks but 0 get an empty ``state``.
+        Moments and their absmax keep their bytes. Master weights are left out, because bitsandbytes has none. A
+        collective over the ranks that share parameters. Ranks other than 0 get an empty ``state``.
 
         Raises:
-            ValueError: ``percentile_clipping`` or ``maximize`` is on, which bitsandbytes has not.
+            ValueError: ``percentile_clipping`` or ``maximize`` is on, which bitsandbytes does not have.
         """
         for group in self.param_groups:
             if group["percentile_clipping"] < 100 or group.get("maximize"):
                 raise ValueError("bitsandbytes has no percentile_clipping and no maximize; leave them out")
-        found = self.state_dict(gather=True)
+        gathered = self.state_dict(gather=True)
         names = {ours: theirs for theirs, ours in BITSANDBYTES.items()}
-        for index, entry in found["state"].items():
+        for index, entry in gathered["state"].items():
             renamed: dict[str, Any] = {names[key]: value for key, value in entry.items() if key in names}
             if "absmax1" in renamed:
                 renamed.update({f"qmap{n}": bmt_kernels.dynamic_map(n == 1) for n in (1, 2)})
-            found["state"][index] = {"step": int(entry["step"]), **renamed}
+            gathered["state"][index] = {"step": int(entry["step"]), **renamed}
         options = ("params", "lr", "betas", "eps", "weight_decay")
-        found["param_groups"] = [{name: group[name] for name in options} for group in found["param_groups"]]
-        return found
+        gathered["param_groups"] = [{name: group[name] for name in options} for group in gathered["param_groups"]]
+        return gathered

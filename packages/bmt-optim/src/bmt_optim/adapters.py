@@ -1,17 +1,17 @@
-"""How optimizers that others wrote, and our own, become ones that look at whole layers over shards.
+"""Which distributed optimizer is the counterpart of an optimizer class, and how options and state are converted.
 
 [Note: kinds of optimizers]
-    What an optimizer may be given depends on its update of an element:
+    Whether an optimizer may step shards depends on its update of an element:
 
-    - If it depends on nothing but that element's gradient, weight and state, the optimizer is *element-wise*, and is
-      right over shards as it is.
-    - If it depends on the other elements of the layer, too (norms, row sums, matrix products), the optimizer is
-      *layer-wise*, and would be silently wrong over shards. An :class:`Adapter` says which of our optimizers is the
-      same over shards.
-    - What is neither known to be the one nor the other is refused over shards.
+    - If the update depends on nothing but that element's gradient, weight and state, the optimizer is *element-wise*,
+      and is right over shards as it is.
+    - If it depends on other elements of the layer, too (norms, row sums, matrix products), the optimizer is
+      *layer-wise*, and would be wrong over shards without an error. An :class:`Adapter` names our optimizer that
+      computes the same over shards.
+    - An optimizer that is not known to be one or the other is refused over shards.
 
-    Classes are known by their qualified names, so that nothing has to be imported. A class derived from a known one
-    is taken for that one as long as it overrides none of its methods.
+    Classes are known by their qualified names, so that nothing has to be imported. A class derived from a known one is
+    treated as that one if it overrides none of its methods.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What makes a distributed optimizer of one of another class.
+    """Converts an optimizer of another class to a distributed one.
 
     Attributes:
         target: the distributed class.
-        options: the target's options, by name, for the options of a group or for the defaults. It raises ValueError
-            for what the target has not.
-        state: one parameter's state by the target's names; by default as it is.
+        options: converts the options of a group, or the defaults, to the target's. It raises ValueError for options
+            that the target does not have.
+        state: converts one parameter's state to the target's names; by default it does not change.
     """
 
     target: type[DistributedOptimizer]
@@ -55,8 +55,8 @@ def adamw(options: Options) -> dict[str, Any]:
     """The options of AdamW, by torch or by us."""
     refuse(options, amsgrad=False, differentiable=False, hold_steps=0)
     _refuse_capturable(options)
-    found = {**pick(options, "lr", "eps", "weight_decay"), "maximize": bool(options.get("maximize"))}
-    return {**found, "betas": tuple(number(beta) for beta in options["betas"])}
+    converted = {**pick(options, "lr", "eps", "weight_decay"), "maximize": bool(options.get("maximize"))}
+    return {**converted, "betas": tuple(number(beta) for beta in options["betas"])}
 
 
 def adam(options: Options) -> dict[str, Any]:
@@ -67,8 +67,11 @@ def adam(options: Options) -> dict[str, Any]:
 def muon(options: Options) -> dict[str, Any]:
     """The options of torch's Muon, which are ours."""
     refuse(options, maximize=False)
-    found = pick(options, "lr", "weight_decay", "momentum", "eps")
-    return {**found, **{name: options[name] for name in ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")}}
+    converted = pick(options, "lr", "weight_decay", "momentum", "eps")
+    return {
+        **converted,
+        **{name: options[name] for name in ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")},
+    }
 
 
 def torch_adafactor(options: Options) -> dict[str, Any]:
@@ -79,9 +82,9 @@ def torch_adafactor(options: Options) -> dict[str, Any]:
 
 def adafactor(options: Options) -> dict[str, Any]:
     """The options of Hugging Face's Adafactor, which are ours."""
-    found = pick(options, "lr", "clip_threshold", "decay_rate", "beta1", "weight_decay")
+    converted = pick(options, "lr", "clip_threshold", "decay_rate", "beta1", "weight_decay")
     flags = {name: options[name] for name in ("scale_parameter", "relative_step", "warmup_init")}
-    return {**found, **flags, "eps": tuple(options["eps"])}
+    return {**converted, **flags, "eps": tuple(options["eps"])}
 
 
 def adafactor_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,14 +94,14 @@ def adafactor_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def came(options: Options) -> dict[str, Any]:
     """The options of CAME, which are ours."""
-    found = pick(options, "lr", "clip_threshold", "weight_decay")
-    return {**found, "eps": tuple(options["eps"]), "betas": tuple(options["betas"])}
+    converted = pick(options, "lr", "clip_threshold", "weight_decay")
+    return {**converted, "eps": tuple(options["eps"]), "betas": tuple(options["betas"])}
 
 
 def galore(options: Options) -> dict[str, Any]:
     """The options of galore-torch's AdamW, whose moments are not quantised; those of a projection are in groups."""
-    found = {**pick(options, "lr", "eps", "weight_decay"), "correct_bias": options["correct_bias"]}
-    return {**found, "betas": tuple(options["betas"]), "nbits": 32}
+    converted = {**pick(options, "lr", "eps", "weight_decay"), "correct_bias": options["correct_bias"]}
+    return {**converted, "betas": tuple(options["betas"]), "nbits": 32}
 
 
 ADAPTERS = {
@@ -128,7 +131,7 @@ REFUSED = {
     "bmt_optim.adam_offload.AdamOffloadOptimizer": "its state is in host memory; it is right over shards as it is",
 }
 
-# By a part of a class's name, in lower case: which of ours has the same idea.
+# Our optimizer of the same kind, by a part of a class's name in lower case.
 _LIKE_OURS = {
     "adafactor": "bmt_optim.Adafactor",
     "came": "bmt_optim.CAME",
@@ -143,7 +146,7 @@ _LIKE_OURS = {
 
 
 def known_name(cls: type) -> str | None:
-    """The name under which an optimizer class is known, be it that of a base none of whose methods it overrides."""
+    """The name under which a class is known: its own, or that of a base if it overrides none of its methods."""
     for number, base in enumerate(cls.__mro__):
         name = _qualified_name(base)
         if name in ADAPTERS or name in ELEMENTWISE or name in REFUSED:
@@ -152,7 +155,7 @@ def known_name(cls: type) -> str | None:
 
 
 def explanation(cls: type) -> str:
-    """Why an optimizer of this class, without an adapter, is not taken over shards, and what to do."""
+    """Why an optimizer of this class, without an adapter, is refused over shards, and what to do."""
     known = known_name(cls)
     if known in REFUSED:
         return f"{cls.__qualname__} cannot be made a distributed optimizer: {REFUSED[known]}"
@@ -173,19 +176,19 @@ def explanation(cls: type) -> str:
 
 
 def refuse(options: Options, **wanted: Any) -> None:
-    """Raise ValueError if one of these options is there with another value."""
+    """Raise ValueError if one of these options has another value."""
     for name, value in wanted.items():
         if options.get(name, value) != value:
             raise ValueError(f"{name}={options[name]!r} has no counterpart; only {name}={value!r} can be converted")
 
 
 def pick(options: Options, *names: str) -> dict[str, Any]:
-    """Some of the options, that may be tensors of one element, as numbers."""
+    """Some of the options, as numbers. They may be tensors of one element."""
     return {name: number(options[name]) for name in names}
 
 
 def number(value: Any) -> Any:
-    """A number, be it given as a tensor."""
+    """A number, which may be given as a tensor."""
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -203,7 +206,7 @@ def _refuse_capturable(options: Options) -> None:
 def _overrides(derived: type, base: type) -> bool:
     for name, value in vars(derived).items():
         known = getattr(base, name, None)
-        # torch wraps the method `step` of every class of which there is an optimizer.
+        # torch wraps the method `step` of a class when an optimizer of it is made.
         if callable(known) and not name.startswith("__") and inspect.unwrap(value) is not inspect.unwrap(known):
             return True
     return False

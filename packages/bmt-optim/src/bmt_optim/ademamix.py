@@ -26,8 +26,8 @@ class AdEMAMix(DistributedOptimizer):
         lr, eps, weight_decay: as in the formula.
         betas: β₁, β₂ and β₃.
         alpha: α.
-        warm_up: of how many steps α grows from 0, and β₃ from β₁: α by equal amounts, β₃ so that its half-life does.
-            About as many as the run has; 0 means that both are final at once.
+        warm_up: the number of steps in which α grows from 0, and β₃ from β₁. α grows by equal amounts, and so does the
+            half-life of β₃. About the number of steps of the run; with 0 both are final at once.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""APOLLO: gradients scaled as AdamW scales their random projections. Two rounds, or three."""
+"""APOLLO: gradients scaled as AdamW scales their random projections. Two or three rounds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .galore_projection import low_rank
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .options import check_betas, check_not_negative, check_positive, declared
 from .requests import Rule, Sum, reduced
 from .slices import indices_along, row_indices
-from .state_layout import Size, StateTensor, like_parameter, per_matrix
+from .state_layout import Size, StateTensor, like_parameter, per_parameter
 
 SCALES = ("channel", "tensor")
 _GROWTH = 1.01
-"""How much larger an update may be than the one before."""
+"""The largest ratio of the norm of an update to that of the one before."""
 
 
 class APOLLO(DistributedOptimizer):
@@ -40,12 +40,10 @@ class APOLLO(DistributedOptimizer):
     ``scale=128`` in the groups, and ``scale_type="tensor"``.
 
     P depends on the parameter's place in the optimizer or, in a pipeline, on its layer and its place in that layer.
-    So a state goes on with the same numbers where these are the same: on any number of stages, but not in a pipeline
-    after a run without one.
+    So training resumes with the same P on any number of pipeline stages, but not in a pipeline after a run without one.
 
     Args:
-        params: parameters, or groups; :func:`get_galore_param_groups` makes such as this takes, with a scale of their
-            own.
+        params: parameters, or groups; :func:`get_galore_param_groups` makes suitable ones, with a scale of their own.
         lr, betas, eps, weight_decay, update_proj_gap, scale: as in the formula.
         scale_type: "channel" or "tensor".
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
@@ -90,19 +88,19 @@ class APOLLO(DistributedOptimizer):
             raise ValueError(f"APOLLO projects matrices, and a parameter in a group with a rank has shape {shape}")
         r = Size(low_rank(shape, options["rank"]))
         moment = StateTensor((0, r) if shape[0] >= shape[1] else (r, 1))
-        return {"exp_avg": moment, "exp_avg_sq": moment, "update_norm": per_matrix()}
+        return {"exp_avg": moment, "exp_avg_sq": moment, "update_norm": per_parameter()}
 
     def rule(self, batch: Batch) -> Rule:
-        options, matrices = batch.options, batch.matrices
+        options, params = batch.options, batch.logical_params
         (beta1, beta2), everything = options["betas"], range(len(batch))
         grads = [batch.fp32_grad(i) for i in everything]
         low = grads
         if "rank" in options:
-            tall = [m.where.shape[0] >= m.where.shape[1] for m in matrices]
-            bases = [self._basis(matrices[i], options, batch.step, tall[i]) for i in everything]
+            tall = [p.where.shape[0] >= p.where.shape[1] for p in params]
+            bases = [self._basis(params[i], options, batch.step, tall[i]) for i in everything]
             low = [grads[i] @ bases[i] if tall[i] else bases[i].T @ grads[i] for i in everything]
             along, across = ([(-1,) if t is wanted else (-2,) for t in tall] for wanted in (True, False))
-            low = list((yield from reduced(Sum, dict(enumerate(low)), matrices, along)).values())
+            low = list((yield from reduced(Sum, dict(enumerate(low)), params, along)).values())
         else:
             yield []
         averages, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
@@ -113,9 +111,9 @@ class APOLLO(DistributedOptimizer):
         if "rank" in options:
             norms = [_square_norms(updates[i], low[i], tall[i], options["scale_type"]) for i in everything]
             if options["scale_type"] == "tensor":
-                norms = list((yield from reduced(Sum, dict(enumerate(norms)), matrices, across)).values())
+                norms = list((yield from reduced(Sum, dict(enumerate(norms)), params, across)).values())
             updates = [g * (n[0].sqrt() / (n[1].sqrt() + 1e-8)) for g, n in zip(grads, norms)]
-            (totals,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), matrices)]
+            (totals,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), params)]
             for i, before in enumerate(batch.state("update_norm")):
                 norm = totals[i].sqrt()
                 limit = 1.0 if batch.step == 1 else (norm / (before + 1e-8)).clamp(min=_GROWTH) / _GROWTH
@@ -127,24 +125,24 @@ class APOLLO(DistributedOptimizer):
             for i, weight in zip(indices, weights):
                 weight.sub_(updates[i], alpha=step_size).mul_(1 - lr * options["weight_decay"])
 
-    def _basis(self, matrix: Matrix, options: Mapping[str, Any], step: int, tall: bool) -> Tensor:
+    def _basis(self, logical: LogicalParam, options: Mapping[str, Any], step: int, tall: bool) -> Tensor:
         """This rank's part of the random basis: of shape (C, r) for a tall matrix, or (R, r)."""
-        period, where = (step - 1) // options["update_proj_gap"], matrix.where
-        key = period, matrix.number, where, options["rank"], tall
-        kept = self._projections.get(matrix.index)
-        if kept is not None and kept[0] == key and kept[1].device == matrix.param.device:
+        period, where = (step - 1) // options["update_proj_gap"], logical.where
+        key = period, logical.number, where, options["rank"], tall
+        kept = self._projections.get(logical.index)
+        if kept is not None and kept[0] == key and kept[1].device == logical.param.device:
             return kept[1]
-        generator = torch.Generator().manual_seed((matrix.number * 0x9E3779B1 + period) % (1 << 63))
+        generator = torch.Generator().manual_seed((logical.number * 0x9E3779B1 + period) % (1 << 63))
         r = low_rank(where.shape, options["rank"])
         basis = torch.randn(
             where.shape[1 if tall else 0], r, dtype=torch.float32, generator=generator, device="cpu"
         ) / math.sqrt(r)
         held = indices_along(where, 1, basis.device) if tall else row_indices(where, basis.device)
-        self._projections[matrix.index] = key, basis[held].to(matrix.param.device)
-        return self._projections[matrix.index][1]
+        self._projections[logical.index] = key, basis[held].to(logical.param.device)
+        return self._projections[logical.index][1]
 
 
 def _square_norms(update: Tensor, low: Tensor, tall: bool, scale_type: str) -> Tensor:
-    """Of both, of each channel (shape (2, rows, 1) or (2, 1, columns)) or, of this rank's part, in all (shape (2,))."""
+    """The square norms of both: of each channel, (2, rows, 1) or (2, 1, columns), or of this rank's shard, (2,)."""
     both = torch.stack([update, low]).square_()
     return both.sum((1, 2)) if scale_type == "tensor" else both.sum(2 if tall else 1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What a rule works on: some matrices of one parameter group, with their gradients, weights and state."""
+"""What a rule works on: some parameters of one parameter group, with their gradients, weights and state."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .rounding import round_stochastically
 
 HALF = (torch.float16, torch.bfloat16)
 _SPAN = 1 << 24
-"""How many elements of weights without masters have an fp32 copy at a time, or one matrix if it is larger."""
+"""How many elements of weights without masters have an fp32 copy at a time, or one parameter if it is larger."""
 
 
 class Batch:
-    """The matrices of one parameter group that are at the same step and on the same device.
+    """The parameters of one parameter group that are at the same step and on the same device.
 
-    There is at least one, and all lists have one entry per matrix. Tensors are this rank's parts, some of them
-    perhaps empty.
+    There is at least one. All lists have one entry per parameter. Tensors are this rank's shards. Some may be empty.
 
     Attributes:
-        matrices: the logical tensors.
+        logical_params: the logical parameters.
         options: the group's options.
         step: the number of this step, counted from 1.
         grads: contiguous, fp32 or half precision, multiplied by the loss scale. Only read them; zero_grad may be
             called as soon as the step is over.
         grad_scale: what the gradients have been multiplied by.
-        grad_factor: what they are to be multiplied by besides, such as a clip coefficient: 0-dim fp32 on their
-            device; or ``None``.
-        found_inf: of an optimizer that ``takes_found_inf``: nothing may change if it is not zero. 0-dim fp32 on the
+        grad_factor: what they must still be multiplied by, such as a clip coefficient: 0-dim fp32 on their device;
+            or ``None``.
+        found_inf: for an optimizer that ``takes_found_inf``: nothing may change if it is not zero. 0-dim fp32 on the
             device; or ``None``.
         weights: the weights to compute with, contiguous: fp32 masters, or the parameters themselves. Read them
             here; write them through :meth:`writable`.
-        kept: what a rule keeps for later steps of a batch of the same matrices, none of it of a gradient.
+        kept: what a rule keeps for later steps of a batch of the same parameters. It must not depend on gradients.
     """
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
+        logical_params: Sequence[LogicalParam],
         locals_: Sequence[Tensor],
         grads: list[Tensor],
         states: Sequence[dict[str, Any]],
@@ -52,12 +51,12 @@ class Batch:
         kept: dict[str, Any],
         cache: Tensor | None,
     ) -> None:
-        self.matrices = matrices
+        self.logical_params = logical_params
         self.options = options
         self.step = step
         self.grads = grads
         self.grad_scale = grad_scale
-        # It is on the device that the ranks communicate on; offloaded gradients are in host memory.
+        # The factor is on the device that the ranks communicate on; offloaded gradients are in host memory.
         self.grad_factor = None if grad_factor is None else grad_factor.to(grads[0].device)
         self.found_inf = found_inf
         self.states = states
@@ -68,20 +67,25 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """On which everything is."""
+        """The device of all tensors."""
         return self.weights[0].device
 
+    @property
+    def matrices(self) -> Sequence[LogicalParam]:
+        """``logical_params``, under its former name."""
+        return self.logical_params
+
     def __len__(self) -> int:
-        return len(self.matrices)
+        return len(self.logical_params)
 
     def state(self, key: str, indices: Sequence[int] | None = None) -> list[Tensor]:
-        """The state tensors under ``key``, of all matrices or of some."""
+        """The state tensors under ``key``, of all parameters or of some."""
         return [self.states[i][key] for i in (range(len(self)) if indices is None else indices)]
 
     def scratch(self) -> list[Tensor] | None:
-        """Memory of the weights' shapes, fp32, for what one pass over a batch leaves to the next.
+        """fp32 memory of the weights' shapes, for what one pass over a batch leaves to the next.
 
-        ``None`` where the batch does not stay in a cache meanwhile.
+        ``None`` where the batch does not stay in a cache between passes.
         """
         if self._cache is None:
             return None
@@ -95,7 +99,7 @@ class Batch:
         return [values[i] for i in indices]
 
     def fp32_grad(self, i: int) -> Tensor:
-        """A matrix's gradient in fp32, without the loss scale and with ``grad_factor``. Only read it."""
+        """A parameter's gradient in fp32, without the loss scale and with ``grad_factor``. Only read it."""
         grad = self.grads[i].float()
         if self.grad_scale != 1:
             grad = grad / self.grad_scale
@@ -106,9 +110,9 @@ class Batch:
     def writable(self, indices: Sequence[int] | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
         """The weights, to be updated in place: fp32 tensors, in portions of indices and weights.
 
-        Parameters in half precision get their weight, rounded, when the loop goes on to the next portion: a master
-        is rounded to nearest, a weight without a master stochastically. Most often there is one portion. To be
-        iterated to its end::
+        A parameter in half precision gets its rounded weight when the loop goes on to the next portion. A master is
+        rounded to nearest, a weight without a master stochastically. Most often there is one portion. Iterate to the
+        end::
 
             for indices, weights in batch.writable():
                 for i, weight in zip(indices, weights):
@@ -125,8 +129,8 @@ class Batch:
     ) -> Iterator[tuple[list[int], list[Tensor], list[Tensor | None] | None]]:
         """As :meth:`writable`, for kernels that update masters and store their rounded copies in one pass.
 
-        Portions of indices, parameters and masters: entries of these, or all of them, may be ``None``, and then the
-        parameter is an fp32 tensor that is itself to be updated.
+        Portions of indices, parameters and masters. Entries of the masters, or all of them, may be ``None``: the
+        parameter is then an fp32 tensor, to be updated itself.
         """
         direct, rest = self._by_way(indices)
         if direct:
@@ -151,7 +155,7 @@ class Batch:
             torch._foreach_copy_([self._locals[i] for i in stale], [self.weights[i] for i in stale])
 
     def _rounded(self, indices: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """Copies in fp32 of weights without a master, in portions, which are rounded into them afterwards."""
+        """Copies in fp32 of weights without a master, in portions. Each is rounded into its weight afterwards."""
         sizes = [self.weights[i].numel() for i in indices]
         portion: list[int] = []
         total = 0
@@ -163,18 +167,18 @@ class Batch:
             weights = [self.weights[j].float() for j in portion]
             yield portion, weights
             for j, weight in zip(portion, weights):
-                matrix = self.matrices[j]
-                rounded = round_stochastically(weight, matrix.where, self._locals[j].dtype, self._seed(matrix))
+                logical = self.logical_params[j]
+                rounded = round_stochastically(weight, logical.where, self._locals[j].dtype, self._seed(logical))
                 self._locals[j].copy_(rounded)
             portion, total = [], 0
 
-    def _seed(self, matrix: Matrix) -> int:
+    def _seed(self, logical: LogicalParam) -> int:
         """Differs between a parameter's steps, and between parameters."""
-        return self.step * 0x9E3779B1 + matrix.number
+        return self.step * 0x9E3779B1 + logical.number
 
 
 def sync_masters(states: Iterable[Mapping[str, Any]], locals_: Iterable[Tensor]) -> None:
-    """Give the masters whose rounded value is not their parameter the value of that."""
+    """Give each master whose rounded value is not its parameter the parameter's value."""
     for entry, local in zip(states, locals_):
         if "master" in entry:
             master, here = entry["master"], local.to(entry["master"].device)

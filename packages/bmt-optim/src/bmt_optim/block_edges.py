@@ -1,4 +1,4 @@
-"""The blocks at the ends of parts in 8 bits, of which other ranks may hold elements: all of a batch together."""
+"""The blocks of a batch's 8-bit state that several ranks hold elements of: those at the ends of their parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from bmt_comm import Slice
 
 from .blockwise import BLOCK, block_count, span_of
-from .matrix import Matrix
+from .logical_params import LogicalParam
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,31 @@ class Edge:
 
 
 class SharedBlocks:
-    """The blocks on whose maxima ranks agree, of some matrices that they cut, and the edges of this rank's parts.
+    """The blocks whose absmax ranks agree on, of the parameters that share blocks, and the edges of this rank's parts.
 
-    The maxima of all of them make one vector, in which each matrix has ``sizes[n]`` numbers: those of the first
-    moment's blocks and those of the second's. They are the blocks at the ends of parts; or all of a matrix's, where
-    parts are scattered, and where it is cut over tensor-parallel ranks, whose rows this rank does not know.
+    The absmax of all these blocks is one vector. Each parameter has ``sizes[n]`` numbers in it: those of the first
+    moment's blocks, then those of the second's. They are the blocks at the ends of parts. They are all blocks of a
+    parameter whose parts are scattered, or that is sharded over tensor-parallel ranks, whose rows this rank does not
+    know.
 
     Args:
-        parts: of the moments, by the matrix.
-        matrices: of the batch.
+        parts: of the moments, by the parameter's index in the batch.
+        logical_params: of the batch.
         device: of the vectors.
 
     Attributes:
         edges: of the parts whose elements are consecutive.
-        numbers: of a matrix's edges among all.
-        places: of the edges' maxima in the vector, for each moment: (2, edges).
+        numbers: the range of a parameter's edges among all edges.
+        places: the positions of the edges' absmax in the vector, for each moment: (2, edges).
         held: which elements of the edges' blocks this rank has: (edges, 256).
     """
 
-    def __init__(self, parts: Mapping[int, Slice], matrices: Sequence[Matrix], device: torch.device) -> None:
+    def __init__(
+        self, parts: Mapping[int, Slice], logical_params: Sequence[LogicalParam], device: torch.device
+    ) -> None:
         self.parts = dict(parts)
-        blocks = {i: _blocks(part, matrices[i]) for i, part in parts.items()}
-        self.sizes = [2 * len(found) for found in blocks.values()]
+        blocks = {i: _blocks(part, logical_params[i]) for i, part in parts.items()}
+        self.sizes = [2 * len(numbers) for numbers in blocks.values()]
         stops = list(itertools.accumulate(self.sizes))
         self._spans = {i: (stop - size, stop) for i, size, stop in zip(parts, self.sizes, stops)}
         self.edges = {i: _edges(part) for i, part in parts.items() if span_of(part).dim is None}
@@ -71,36 +74,36 @@ class SharedBlocks:
             view.fill_(True)
 
     def zeros(self) -> Tensor:
-        """The vector of maxima."""
+        """A vector for the absmax of all blocks."""
         return torch.zeros(sum(self.sizes), dtype=torch.float32, device=self.held.device)
 
     def of(self, vector: Tensor, i: int) -> Tensor:
-        """The view of one matrix's maxima in the vector: (2, blocks)."""
+        """The view of one parameter's absmax in the vector: (2, blocks)."""
         start, stop = self._spans[i]
         return vector[start:stop].view(2, -1)
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """The elements that this rank has in ``rows`` (edges, 256)."""
-        flat, found = rows.view(-1), []
+        flat, views = rows.view(-1), []
         for n, edge in enumerate(edge for edges in self.edges.values() for edge in edges):
             start = n * BLOCK + edge.offset
-            found.append(flat[start : start + edge.stop - edge.start])
-        return found
+            views.append(flat[start : start + edge.stop - edge.start])
+        return views
 
     def rows(self, values: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
         """The elements of the edges among the contiguous values of parts: (edges, 256), 0 elsewhere."""
-        found = torch.zeros(len(self.held), BLOCK, dtype=dtype, device=self.held.device)
-        views = iter(self.views(found))
+        rows = torch.zeros(len(self.held), BLOCK, dtype=dtype, device=self.held.device)
+        views = iter(self.views(rows))
         for i, edges in self.edges.items():
             flat = values(i).view(-1)
             for edge, view in zip(edges, views):
                 view.copy_(flat[edge.start : edge.stop], non_blocking=True)
-        return found
+        return rows
 
-    def maxima(self, values: Callable[[int], Tensor]) -> Tensor:
-        """The maxima of the edges among those of parts."""
-        found = [values(i)[edge.block : edge.block + 1] for i, edges in self.edges.items() for edge in edges]
-        return torch.cat(found) if found else self.zeros()[:0]
+    def absmax(self, values: Callable[[int], Tensor]) -> Tensor:
+        """The absmax of the edges, from those of parts."""
+        of_edges = [values(i)[edge.block : edge.block + 1] for i, edges in self.edges.items() for edge in edges]
+        return torch.cat(of_edges) if of_edges else self.zeros()[:0]
 
 
 def _edges(part: Slice) -> list[Edge]:
@@ -110,10 +113,10 @@ def _edges(part: Slice) -> list[Edge]:
     return [Edge(a - span.start, b - span.start, a % BLOCK, block - span.first) for a, b, block in ranges]
 
 
-def _blocks(part: Slice, matrix: Matrix) -> Sequence[int]:
-    """The same on all ranks that share the matrix."""
+def _blocks(part: Slice, logical: LogicalParam) -> Sequence[int]:
+    """The blocks to agree on. The same on all ranks that share the parameter."""
     if part.tp_comm is not None and part.tp_comm.size > 1:
         return range(block_count(part.shape))
     row = math.prod(part.shape[part.row_dims :])
-    ends = [n for start, stop in matrix.rows if start < stop for n in (start * row, stop * row - 1)]
+    ends = [n for start, stop in logical.rows if start < stop for n in (start * row, stop * row - 1)]
     return sorted({n // BLOCK for n in ends if row})

@@ -1,4 +1,4 @@
-"""CAME: Adafactor with momentum, and steps that are the smaller the less the updates agree with it."""
+"""CAME: Adafactor with momentum, and smaller steps where updates differ more from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DistributedCAME(DistributedOptimizer):
 
     A step has three rounds: row and column sums of g², the sizes of the updates, row and column sums of (u-m)².
 
-    State dicts are those of ``came_pytorch.CAME``, but without ``RMS``, which that writes and never reads.
+    State dicts are those of ``came_pytorch.CAME``, without ``RMS``, which it writes and never reads.
 
     Args:
         params: parameters, or parameter groups.
@@ -83,7 +83,7 @@ class DistributedCAME(DistributedOptimizer):
         average.update(sums, beta2)
         totals = torch.empty(len(parts.grads), dtype=torch.float32, device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
-        (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
+        (squares,) = yield [Sum(parts.per_param(totals), parts.logical_params)]
         clips = parts.per_entry(parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1))
         exp_avgs, instability = parts.state("exp_avg"), parts.average("exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(

@@ -1,4 +1,4 @@
-"""Making distributed optimizers of those that were written for one device, and take their places."""
+"""Conversion of optimizers that were written for one device to distributed ones, which take their places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from .distributed import DistributedOptimizer
 
 _FORWARDED = (
-    *("step", "add_param_group"),  # torch's own zero_grad does what scripts expect of it
+    *("step", "add_param_group"),  # torch's own zero_grad stays
     *("state_dict", "load_state_dict", "state_records", "adopt_state_records"),
 )
 _HOOKS = (
@@ -29,7 +29,7 @@ _HOOKS = (
 
 @torch.no_grad()
 def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | None = None) -> DistributedOptimizer:
-    """The optimizer of ours that does over shards what ``optimizer`` does on one device.
+    """Our optimizer that computes over shards what ``optimizer`` computes on one device.
 
     ======================================== ==========================================
     class                                    becomes
@@ -41,15 +41,15 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     transformers.Adafactor                   Adafactor
     came_pytorch.CAME                        CAME
     galore_torch.GaLoreAdamW                 GaLoreAdamW, with ``nbits=32``
-    any DistributedOptimizer                 itself, with its state cut where need be
+    any DistributedOptimizer                 itself, with its state sharded as needed
     ======================================== ==========================================
 
-    Groups, options and state are taken over, whatever has been trained. The parameters may have been cut since they
-    were given to ``optimizer``; state tensors of the full shape are cut as they are now. State is fp32 from now on,
+    Groups, options and state are taken over, also after training. The parameters may have been sharded since they were
+    given to ``optimizer``: state tensors of the full shape are then sharded as the parameters are. State becomes fp32,
     and half-precision parameters get fp32 masters.
 
-    ``optimizer`` then stands for the result, so that whoever refers to it (a scheduler, say) need not know: it has the
-    same groups, the very same dicts, and the same state, and stepping it steps the result.
+    ``optimizer`` then stands for the result: it has the same groups (the same dicts) and state, and stepping it steps
+    the result. So a scheduler, say, can go on referring to it.
 
     Args:
         optimizer: as in the table, or of a class derived from one of these that overrides no method.
@@ -64,7 +64,7 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     groups = _with_params(optimizer, params)
     name = known_name(type(optimizer))
     if isinstance(optimizer, DistributedOptimizer) and name is None:
-        return _cut_anew(optimizer, groups)
+        return _reshard(optimizer, groups)
     if name not in ADAPTERS:
         raise TypeError(explanation(type(optimizer)))
     adapter = ADAPTERS[name]
@@ -82,19 +82,19 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
 
 
 def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
-    """``optimizer`` if it is right over its parameters as they are cut, or else what it is converted into.
+    """``optimizer`` if it is right over its parameters as they are sharded, otherwise the optimizer it is converted to.
 
     Args:
-        elementwise: take an optimizer of an unknown class for an element-wise one. So does its attribute of this name.
+        elementwise: treat an optimizer of an unknown class as element-wise. Its attribute of this name does the same.
 
     Raises:
-        TypeError: it would be wrong, or nobody knows, and there is no conversion.
+        TypeError: it would be wrong, or is not known to be right, and there is no conversion.
         ValueError: it cannot be converted as it is.
     """
     optimizer = vars(optimizer).get("_stands_for", optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
-    same_bits = is_initialized() and current_context().deterministic  # on one rank, too, the optimizer for several
+    same_bits = is_initialized() and current_context().deterministic  # one rank must use the optimizer of several
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if same_bits and fused and any(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
         raise ValueError(
@@ -139,12 +139,12 @@ def _load(optimizer: DistributedOptimizer, state: Mapping[int, Mapping[str, Any]
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(count, count + len(group["params"])))})
         count += len(group["params"])
-    found = {index: {key: _without_copies(value) for key, value in entry.items()} for index, entry in state.items()}
-    optimizer.load_state_dict({"state": found, "param_groups": groups})
+    full = {index: {key: _without_copies(value) for key, value in entry.items()} for index, entry in state.items()}
+    optimizer.load_state_dict({"state": full, "param_groups": groups})
 
 
 def _without_copies(value: Any) -> Any:
-    """The whole tensor of a DTensor that is cut along no dimension; anything else as it is."""
+    """The full tensor of a DTensor that is not sharded; anything else as it is."""
     placements = getattr(value, "placements", None)
     return value.full_tensor() if placements and not any(p.is_shard() for p in placements) else value
 
@@ -163,7 +163,7 @@ def _take_place(new: DistributedOptimizer, old: torch.optim.Optimizer) -> None:
     old._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers; see DistributedOptimizer.step
 
 
-def _cut_anew(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any]]) -> DistributedOptimizer:
+def _reshard(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any]]) -> DistributedOptimizer:
     before = [group["params"] for group in optimizer.param_groups]
     held = dict(optimizer.state)
     state = {i: held[p] for i, p in enumerate(p for params in before for p in params) if p in held}

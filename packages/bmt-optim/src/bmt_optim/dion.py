@@ -1,4 +1,4 @@
-"""Dion: momentum, orthonormalised at a low rank, with feedback of what that leaves out. Two rounds."""
+"""Dion: momentum, orthonormalised at a low rank, with feedback of the approximation error. Two rounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .moments import adamw_rule
 from .options import check_betas, check_not_negative, check_positive, check_whole, declared, with_defaults
-from .requests import Rule, Share, Sum
-from .slices import cut, padded
-from .state_layout import StateTensor, like_parameter, whole
+from .requests import Broadcast, Rule, Sum
+from .slices import padded, shard_of
+from .state_layout import StateTensor, like_parameter, replicated
 
 _ADAM = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.0}
 """Options of a group without Dion that it need not name."""
@@ -39,8 +39,8 @@ class Dion(DistributedOptimizer):
     :func:`~bmt_optim.get_muon_param_groups`. Their options are ``lr`` (3e-4 unless given), ``betas``, ``eps`` and
     ``weight_decay`` (0).
 
-    Ranks that share a matrix exchange M + G, whole. Its owner computes P and W, and sends them to the others: with
-    ``rank_fraction=0.25`` half as many numbers, or fewer. All hold Q.
+    Ranks that share a matrix exchange M + G, unsharded. Its owner computes P and W and broadcasts them: with
+    ``rank_fraction=0.25`` half as many numbers, or fewer. All ranks hold Q.
 
     Args:
         params: parameters of two dimensions (globally), or groups.
@@ -54,7 +54,7 @@ class Dion(DistributedOptimizer):
         ValueError: an option out of range, or a parameter that is no matrix.
     """
 
-    sums_over_ranks = False  # to every element all ranks but one add 0
+    sums_over_ranks = False  # for each element, all ranks but one add 0
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Dion(DistributedOptimizer):
         super().__init__(params, declared(locals()), stochastic_rounding)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
+        """Add parameters. With ``use_muon=False`` among the options, AdamW steps them (see the class)."""
         with_dion = param_group.get("use_muon", self.defaults["use_muon"])
         super().add_param_group(param_group if with_dion else with_defaults(param_group, _ADAM))
 
@@ -92,12 +92,12 @@ class Dion(DistributedOptimizer):
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         if not options["use_muon"]:
             return {key: like_parameter(shape) for key in ("exp_avg", "exp_avg_sq")}
-        return {"momentum": like_parameter(shape), "Q": whole((min(shape), _rank(shape, options)))}
+        return {"momentum": like_parameter(shape), "Q": replicated((min(shape), _rank(shape, options)))}
 
     check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
-        """Of P and W, about."""
+        """About that of P and W."""
         if not options["use_muon"]:
             return 0.0
         return options["power_iters"] * _rank(shape, options) * (4.0 * math.prod(shape) + 4.0 * max(shape) * min(shape))
@@ -106,28 +106,28 @@ class Dion(DistributedOptimizer):
         return self._dion(batch) if batch.options["use_muon"] else adamw_rule(batch)
 
     def _dion(self, batch: Batch) -> Rule:
-        options, matrices, states = batch.options, batch.matrices, batch.states
+        options, params, states = batch.options, batch.logical_params, batch.states
         grads = [batch.fp32_grad(i) for i in range(len(batch))]
-        momenta = [padded(s["momentum"] + g, m.where) for s, g, m in zip(states, grads, matrices)]
-        (wholes,) = yield [Sum(momenta, matrices)]
+        momenta = [padded(s["momentum"] + g, m.where) for s, g, m in zip(states, grads, params)]
+        (unsharded,) = yield [Sum(momenta, params)]
         values = []
-        for m, state, b in zip(matrices, states, wholes):
+        for m, state, b in zip(params, states, unsharded):
             if batch.step == 1:
                 generator = torch.Generator().manual_seed(0)
                 state["Q"].copy_(torch.randn(state["Q"].shape, dtype=torch.float32, generator=generator, device="cpu"))
             values.append(_low_rank(b, state["Q"], options["power_iters"]) if m.owned else None)
-        shapes = [(sum(m.where.shape), _rank(m.where.shape, options)) for m in matrices]
-        (shared,) = yield [Share(values, matrices, shapes)]
+        shapes = [(sum(m.where.shape), _rank(m.where.shape, options)) for m in params]
+        (received,) = yield [Broadcast(values, params, shapes)]
         updates = []
-        for m, state, b, found in zip(matrices, states, wholes, shared):
+        for m, state, b, both in zip(params, states, unsharded, received):
             rows, columns = m.where.shape
-            p, w = found.split([max(rows, columns), min(rows, columns)])
+            p, w = both.split([max(rows, columns), min(rows, columns)])
             state["Q"].copy_(w / (w.norm(dim=0) + options["eps"]))
             low, update = p @ w.T, math.sqrt(rows / max(1, columns)) * (p @ state["Q"].T)
             if rows < columns:
                 low, update = low.T, update.T
-            state["momentum"].copy_(cut(b - (1 - options["mu"]) * low, m.where))
-            updates.append(cut(update, m.where))
+            state["momentum"].copy_(shard_of(b - (1 - options["mu"]) * low, m.where))
+            updates.append(shard_of(update, m.where))
         lr = float(options["lr"])
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
@@ -139,7 +139,7 @@ def _rank(shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
 
 
 def _low_rank(b: Tensor, basis: Tensor, iterations: int) -> Tensor:
-    """P, orthonormal, and below it W, whose product P·Wᵀ is about ``b`` or its transpose. Of zeros P is 0."""
+    """P, orthonormal, and below it W. P·Wᵀ approximates ``b`` or its transpose. If ``b`` is 0, P is 0."""
     if b.shape[0] < b.shape[1]:
         b = b.T
     w = basis

@@ -1,4 +1,4 @@
-"""The base of optimizers that are rules: parameter groups, state, master weights, state dicts, and the step."""
+"""The base of rule-based optimizers: parameter groups, state, master weights, state dicts, and the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bmt_comm import (
 from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
 from .exchange import Communication
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
@@ -44,26 +44,26 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is the same mathematics on one device and over shards of any kind.
 
-    The parameters may be whole, shards that carry a ``bmt_slice``, or DTensors; fp32, bf16 or fp16. All ranks that
-    share parameters give them in the same order and call the same methods. State is fp32 and of the gradients
-    freed of the loss scale. A half-precision parameter has an fp32 ``master`` in its state, of which it is the
-    rounded copy, or, with ``stochastic_rounding``, none: it is then updated in fp32 and rounded stochastically.
+    The parameters may be unsharded, shards that carry a ``bmt_slice``, or DTensors; fp32, bf16 or fp16. All ranks that
+    share parameters give them in the same order and call the same methods. State is fp32 and does not depend on the
+    loss scale. A half-precision parameter is the rounded copy of an fp32 ``master`` in its state. With
+    ``stochastic_rounding`` there is no master: the parameter is updated in fp32 and rounded stochastically.
 
-    A subclass says what it computes in :meth:`rule` and what state it has in :meth:`state_layout`; see the note in
+    A subclass defines what it computes in :meth:`rule` and its state in :meth:`state_layout`; see the note in
     :mod:`bmt_optim.requests`.
 
     Args:
         params: parameters, or parameter groups.
         defaults: the options of a group that does not set them.
         stochastic_rounding: keep no masters of half-precision parameters. Rounding depends on the step, the
-            parameter's place in the optimizer and the element alone, not on how ranks cut it.
+            parameter's place in the optimizer and the element alone, not on how it is sharded.
 
     Every optimizer takes torch's ``conventions``, too: ``maximize`` (step along the gradients); ``foreach`` and
     ``fused``, which change nothing; ``capturable`` and ``differentiable``, which must be False. Learning rates may be
     tensors of one element, which the host reads.
 
     Attributes:
-        communication: what the last step communicated; shared by optimizers that step together.
+        communication: what the last step communicated; the same object for optimizers that step together.
 
     Raises:
         TypeError: a parameter of another dtype.
@@ -72,10 +72,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     sums_over_ranks = True
-    """Whether the rule adds up over ranks, in an order that depends on their number."""
+    """Whether the rule sums over ranks, in an order that depends on their number."""
 
     keeps_copies = True
-    """Whether there may be state of which several ranks have copies, such as column statistics."""
+    """Whether several ranks may have copies of a state tensor, such as column statistics."""
 
     maximizes = False
     """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
@@ -90,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
-        given: Any = params if isinstance(params, Tensor) else list(params)  # of a tensor, torch says what is wrong
+        given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor with a message
         if not len(given) and is_initialized() and current_context().pipe_size > 1:
             given = [{"params": []}]  # a stage may have nothing to train
         super().__init__(given, defaults)
@@ -105,15 +105,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **mine}
 
     takes_found_inf = False
-    """Whether the rule heeds ``batch.found_inf``, so that the host need not know of an overflow before a step."""
+    """Whether the rule heeds ``batch.found_inf``. The host need then not know of an overflow before a step."""
 
     settle_step: Callable[[], Any] = staticmethod(lambda: None)
-    """Called by whoever needs the state: an OptimManager may not have counted the last step yet."""
+    """Called before the state is read or written: an OptimManager may not have counted the last step yet."""
 
     # --- what a subclass defines ------------------------------------------------------------------
 
     def rule(self, batch: Batch) -> Rule:
-        """The step of a batch of matrices (see :mod:`bmt_optim.requests`)."""
+        """The step of a batch of parameters (see :mod:`bmt_optim.requests`)."""
         raise NotImplementedError
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
@@ -121,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def counts_steps(self, options: Mapping[str, Any]) -> bool:
-        """Whether the rule depends on ``batch.step``, so that a state dict without it does not do."""
+        """Whether the rule depends on ``batch.step``. A state dict must then have the step."""
         return True
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -134,9 +134,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Raise ValueError unless the state has what the options of ``batch`` need."""
 
     def check_layout(self, batch: Batch) -> None:
-        """Raise ValueError unless the state has the tensors that the options ask for, and whole ones their shapes."""
-        for matrix, state in zip(batch.matrices, batch.states):
-            for key, tensor in self.state_layout(matrix.where.shape, batch.options).items():
+        """Raise ValueError unless the state has the tensors of the options, and replicated ones their shapes."""
+        for logical, state in zip(batch.logical_params, batch.states):
+            for key, tensor in self.state_layout(logical.where.shape, batch.options).items():
                 sizes = [d.size for d in tensor.dims if isinstance(d, Size)]
                 if key not in state or (len(sizes) == len(tensor.dims) and list(state[key].shape) != sizes):
                     raise ValueError(
@@ -145,11 +145,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
-        """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""
+        """The owner's work for a parameter of the global ``shape``, in any unit. It is balanced over owners."""
         return 0
 
     def height(self, where: Slice, options: Mapping[str, Any]) -> int:
-        """How many of the rows of ``where`` are a matrix that is stepped apart from the others; 0: all."""
+        """How many rows of ``where`` form a matrix that is stepped apart from the others; 0: all."""
         return 0
 
     def new_state(
@@ -163,10 +163,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     replicas: Communicator | None = None
 
     def share_with_replicas(self, group: dist.ProcessGroup | Communicator) -> None:
-        """Let ranks that have copies of all parameters, as under DDP, divide the work on whole matrices.
+        """Let ranks that have copies of all parameters, as under DDP, divide the work on logical parameters.
 
-        Each matrix then has its result computed by one of them, and sent to the others. All of them must call this, and
-        have equal gradients in every step. Not needed with bmt-zero or FSDP2, whose parameters say where replicas are.
+        One of them computes the update of each matrix and sends it to the others. All of them must call this, and
+        have equal gradients in every step. Not needed with bmt-zero or FSDP2, whose parameters tell their replicas.
 
         Args:
             group: of these ranks: ``model.process_group`` of a ``DistributedDataParallel``.
@@ -216,22 +216,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         run([self.begin_step(scale)])
         return loss
 
-    # torch's schedulers look for this mark, and for the one that ``finish`` makes, and else warn that they are stepped
-    # before the optimizer: an OptimManager steps optimizers without a call of step.
+    # An OptimManager steps optimizers without a call of step. Without this mark, and the one that ``finish`` makes,
+    # torch's schedulers would warn that they are stepped before the optimizer.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @on_local_tensors
     def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None, found_inf: Tensor | None = None) -> Step:
-        """The first part of a step, up to what is to be communicated first. No state and no weight changes.
+        """The first part of a step, up to the first communication. No state and no weight changes.
 
-        It ends with :func:`bmt_optim.engine.run`, which takes steps of several optimizers, or with
-        ``abandon``. Nothing of this optimizer may change in between.
+        The step ends with :func:`bmt_optim.engine.run`, which takes steps of several optimizers, or with ``abandon``.
+        This optimizer must not change in between.
 
         Args:
             scale: as for :meth:`step`.
-            grad_factor: what the gradients are multiplied by besides: a 0-dim fp32 tensor on their device.
-            found_inf: as ``grad_factor``. If it is not zero, nothing changes but the number of the step. Only for
-                those that ``takes_found_inf``.
+            grad_factor: a further factor of the gradients: a 0-dim fp32 tensor on their device.
+            found_inf: a 0-dim fp32 tensor on the device. If it is not zero, nothing changes but the number of the
+                step. Only for optimizers with ``takes_found_inf``.
 
         Raises:
             What :meth:`step` raises.
@@ -257,28 +257,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The states whose steps are to be counted, rules that communicate, and rules that do not."""
         self._drop_old_plan()
         plan = self._current_plan()
-        present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
-        grads = [self._grad(m) for m in present]
+        present = [p for p, there in zip(plan.logical_params, plan.presence.update()) if there]
+        grads = [self._grad(p) for p in present]
         self._materialize()
-        entries = [self.state[m.param] for m in present]
+        entries = [self.state[p.param] for p in present]
         together, alone = self._batches(present, grads, entries, scale, grad_factor, found_inf)
         return entries, [self.rule(batch) for batch in together], [self.rule(batch) for batch in alone]
 
     def _batches(
         self,
-        present: Sequence[Matrix],
+        present: Sequence[LogicalParam],
         grads: Sequence[Tensor],
         entries: Sequence[dict[str, Any]],
         scale: float,
         grad_factor: Tensor | None,
         found_inf: Tensor | None,
     ) -> tuple[list[Batch], list[Batch]]:
-        """Those of matrices that several ranks hold parts of, and those of what this rank holds as a whole."""
+        """The batches of parameters that several ranks share, and those of parameters that only this rank has."""
         plan = self._current_plan()
         before, plan.kept = plan.kept, {}
         groups: dict[tuple[int, int, torch.device], list[int]] = {}
-        for n, (matrix, entry) in enumerate(zip(present, entries)):
-            key = (plan.group_of[matrix.index], entry["step"] + 1, matrix.param.device)
+        for n, (logical, entry) in enumerate(zip(present, entries)):
+            key = (plan.group_of[logical.index], entry["step"] + 1, logical.param.device)
             groups.setdefault(key, []).append(n)
         together: list[Batch] = []
         alone: list[Batch] = []
@@ -298,10 +298,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
                 if not chosen:
                     continue
-                matrices = [present[n].alone if present[n].undivided else present[n] for n in chosen]
-                key_of_kept: tuple[str | int, ...] = (str(device), batches is alone, *(m.index for m in matrices))
+                params = [present[n].alone if present[n].undivided else present[n] for n in chosen]
+                key_of_kept: tuple[str | int, ...] = (str(device), batches is alone, *(p.index for p in params))
                 batch = Batch(
-                    matrices,
+                    params,
                     [locals_[n] for n in chosen],
                     [given[n] for n in chosen],
                     [entries[n] for n in chosen],
@@ -318,10 +318,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return together, alone
 
     @staticmethod
-    def _grad(matrix: Matrix) -> Tensor:
-        grad = local_grad(matrix.param)
-        if grad is None:  # of an empty part; see the note in bmt_optim.matrix
-            return torch.zeros(matrix.where.local_shape, dtype=torch.float32, device=matrix.param.device)
+    def _grad(logical: LogicalParam) -> Tensor:
+        grad = local_grad(logical.param)
+        if grad is None:  # the shard is empty; see the note in bmt_optim.logical_params
+            return torch.zeros(logical.where.local_shape, dtype=torch.float32, device=logical.param.device)
         return grad.detach().contiguous()
 
     @on_local_tensors
@@ -348,30 +348,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state by parameter index, in torch's format.
 
         Every parameter that requires a gradient has ``step`` (a tensor), the tensors of :meth:`state_layout` and,
-        in half precision, ``master``: parts of the local shape, and the optimizer's own memory. Those of a DTensor
-        are DTensors.
+        in half precision, ``master``. They have the local shapes and are the optimizer's own memory. Those of a
+        DTensor are DTensors.
 
         Args:
-            gather: assemble the unsharded tensors, on the CPU, one at a time. A collective over the ranks that
-                share parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is
-                empty.
+            gather: unshard the tensors, on the CPU, one at a time. A collective over the ranks that share
+                parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is empty.
         """
         asks = "torch.distributed.checkpoint.state_dict"
         if not gather and is_called_from(asks) and any(_is_our_shard(param) for param in self._params()):
             raise RuntimeError(
                 f"{type(self).__name__} has this rank's part of its state where bmt_zero shards parameters, and "
-                f"torch.distributed.checkpoint would take it for the whole: save with bmt_zero.Checkpointer, "
+                f"torch.distributed.checkpoint would take it for the full state: save with bmt_zero.Checkpointer, "
                 f"save_optimizer or state_dict(gather=True)"
             )
         self.settle_step()
         self._drop_old_plan()
         self._forget_replaced()
         self._materialize()
-        found = super().state_dict()
+        state_dict = super().state_dict()
         params = self._params()
-        found["state"] = {
+        state_dict["state"] = {
             index: {**entry, "step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
-            for index, entry in sorted(found["state"].items())
+            for index, entry in sorted(state_dict["state"].items())
             if params[index].requires_grad or entry.get("step", 0) > 0
         }
         if gather:
@@ -382,20 +381,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for index, layout in enumerate(layouts):
                 parts = {key: self._maintained_part(tensor, index, params[index]) for key, tensor in layout.items()}
                 tensors.append({key: (part, layout[key].dtype) for key, part in parts.items()})
-                if entry := found["state"].get(index):
+                if entry := state_dict["state"].get(index):
                     entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
-            found["state"] = gather_state(found["state"], params, tensors)
+            state_dict["state"] = gather_state(state_dict["state"], params, tensors)
             is_pipeline = is_initialized() and current_context().pipe_size > 1
-            for saved, group in zip(found["param_groups"] if is_pipeline else (), self.param_groups):
+            for saved, group in zip(state_dict["param_groups"] if is_pipeline else (), self.param_groups):
                 saved[LAYERS] = saved_layers(group["params"])
-            return found
+            return state_dict
         options = [group for group in self.param_groups for _ in group["params"]]
-        for index, entry in found["state"].items():
+        for index, entry in state_dict["state"].items():
             param = params[index]
             if is_dtensor(param):
                 layout = self._layout(param, options[index])
                 entry.update({key: tensor.as_dtensor(entry[key], param) for key, tensor in layout.items()})
-        return found
+        return state_dict
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""
@@ -405,9 +404,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, at this or any other layout.
 
-        Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
-        copied. A half-precision parameter without ``master`` in the dict takes its current value as master;
-        parameters themselves are not touched. A parameter without state in the dict starts afresh.
+        Tensors may have the local or the full shape; this rank takes its slice of a full one. Values are copied. A
+        half-precision parameter without ``master`` in the dict takes its current value as master. Parameters do not
+        change. A parameter without state in the dict starts afresh.
 
         Raises:
             ValueError: the dict does not fit; the optimizer is unchanged.
@@ -433,7 +432,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _parse(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
-        """Per parameter what is to be loaded: the step, and tensors of the local shape."""
+        """What is to be loaded for each parameter: the step, and tensors of the local shape."""
         saved = match_groups(self, state_dict)
         options: list[dict[str, Any]] = []
         for index, (mine, theirs) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
@@ -459,33 +458,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_records(self) -> list[StateRecord]:
-        """The state as parts of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`). For optimizers
-        that ``keeps_copies``, a collective over the ranks that share parameters, the first time.
+        """The state as shards of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`).
 
-        Of each parameter that requires a gradient, or has been stepped: ``step``, the tensors of
-        :meth:`state_layout` and, in half precision, ``master``.
+        Each parameter that requires a gradient, or has been stepped, has ``step``, the tensors of :meth:`state_layout`
+        and, in half precision, ``master``. For optimizers with ``keeps_copies``, the first call is a collective over
+        the ranks that share parameters.
         """
         self.settle_step()
         self._drop_old_plan()
         if self.keeps_copies:
-            self._current_plan()  # a collective, for which other ranks may have a use below
+            self._current_plan()  # a collective, which some ranks may need below: all call it here
         self._materialize()
-        found: list[StateRecord] = []
+        records: list[StateRecord] = []
         number = itertools.count()
         for group in self.param_groups:
             for param in group["params"]:
                 index, entry = next(number), self.state.get(param)
                 if not entry or not (param.requires_grad or entry["step"] > 0):
                     continue
-                found.append(step_record(param, entry["step"]))
+                records.append(step_record(param, entry["step"]))
                 for key, tensor in self._layout(param, group).items():
                     part = tensor.part(slice_of(param))
                     is_current = self._maintained_part(tensor, index, param).numel == part.numel
-                    found.append(StateRecord(param, key, part, entry[key], is_current))
-        return found
+                    records.append(StateRecord(param, key, part, entry[key], is_current))
+        return records
 
     def adopt_state_records(self, records: Iterable[StateRecord]) -> None:
-        """Go on from what was written into the tensors of :meth:`state_records`."""
+        """Continue from the values that were written into the tensors of :meth:`state_records`."""
         for record in records:
             if record.key == "step":
                 self.state[record.param]["step"] = int(record.tensor)
@@ -508,7 +507,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     if ("master" in held) != self._has_master(param):
                         self._change_master(param, held, group)
                     continue
-                # who looks up a state that is not there yet leaves an empty one behind
+                # A look-up of a state that is not there yet leaves an empty one behind.
                 if not (param.requires_grad or param.grad is not None or param in wanted):
                     continue
                 local, where = local_tensor(param), slice_of(param)
@@ -523,7 +522,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return param.dtype in HALF and not self.stochastic_rounding
 
     def _change_master(self, param: Tensor, entry: dict[str, Any], options: Mapping[str, Any]) -> None:
-        """For a parameter that has got another dtype, as by ``model.bfloat16()``."""
+        """Add or drop the master of a parameter that has a new dtype, as after ``model.bfloat16()``."""
         if entry.pop("master", None) is None:
             local, where = local_tensor(param), slice_of(param)
             master = like_parameter(where.shape)
@@ -532,31 +531,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _maintained_part(self, tensor: StateTensor, index: int, param: Tensor) -> Slice:
         """The part of a state tensor that this rank keeps up to date.
 
-        A matrix that one rank holds is stepped there alone, so what all ranks have a copy of, such as column
-        statistics, is up to date on that rank only.
+        A parameter that one rank holds is stepped on that rank only. So state that all ranks have a copy of, such as
+        column statistics, is up to date on that rank only.
         """
         where = slice_of(param)
         part = tensor.part(where)
         if part.row_comm is not None or where.row_comm is None:
             return part
-        matrix = self._current_plan().matrices[index]
-        rows = matrix.row_comm
-        if rows is None or not matrix.undivided:
+        logical = self._current_plan().logical_params[index]
+        comm = logical.row_comm
+        if comm is None or not logical.undivided:
             return part
-        holder = next((rank for rank, (start, stop) in enumerate(matrix.rows) if start < stop), 0)
-        return replace(part, row_stop=part.row_stop if rows.rank == holder else 0, row_comm=rows)
+        stepping = next((rank for rank, (start, stop) in enumerate(logical.rows) if start < stop), 0)
+        return replace(part, row_stop=part.row_stop if comm.rank == stepping else 0, row_comm=comm)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _forget_replaced(self) -> None:
-        """Drop the state of parameters in whose place others have come before the first step, as accelerate does."""
+        """Drop the state of parameters that were replaced before the first step, as accelerate does."""
         params = set(self._params())
         for param in [p for p in self.state if p not in params and not self.state[p].get("step")]:
             del self.state[param]
 
     def _drop_old_plan(self) -> None:
-        """A step or a reading of the state begins: scripts may have edited the groups."""
+        """Drop the plan if the script has edited the groups."""
         if self._plan is not None and not self._plan.holds(self.param_groups):
             self._plan = None
 
@@ -570,11 +569,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def steps_with_others(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else.
 
-    Hooks of all optimizers that have the attribute ``bmt_for_others`` do nothing for this one.
+    Global hooks with the attribute ``bmt_for_others`` do nothing for these optimizers, and do not count.
     """
     if not isinstance(optimizer, DistributedOptimizer) or "step" in vars(optimizer):
         return False
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)  # without what calls the hooks
+    step = getattr(
+        type(optimizer).step, "__wrapped__", type(optimizer).step
+    )  # without the wrapper that calls the hooks
     of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     hooks = (
         any(not hasattr(hook, "bmt_for_others") for hook in of_all),

@@ -1,28 +1,29 @@
 """The engine: advances the rules of any number of optimizers together, one packed round of requests at a time.
 
 [Note: phases of a round]
-    The ranks that share a matrix form a grid: its rows are cut over one communicator, one of its dimensions over the
-    tensor-parallel one, and a third one has replicas. A request that concerns several goes over one after the other,
-    so a round has three phases, and at most one collective per communicator, operation and phase:
+    The ranks that share a logical parameter form a mesh of up to three dimensions: the ranks that shard its rows, the
+    tensor-parallel ranks, and the replicas. A request that concerns several dimensions is answered over one after the
+    other. So a round has three phases, and at most one collective per communicator, operation and phase:
 
-    ======== ============================== ============================== ===============
-    request  phase 0                        phase 1                        phase 2
-    ======== ============================== ============================== ===============
-    Sum, Max over the ranks that cut rows   over tensor-parallel ranks
-    Own      pieces, in the owner's row     the matrix, on the owner
-    Return   pieces, in the owner's row     slices, on all its ranks       on all replicas
-    Share    the tensor, in the owner's row on all its ranks               on all replicas
-    ======== ============================== ============================== ===============
+    ============= =================================== ================================ ===============
+    request       phase 0                             phase 1                          phase 2
+    ============= =================================== ================================ ===============
+    Sum, Max      over the ranks that shard rows      over tensor-parallel ranks
+    GatherToOwner tp shards, in the owner's row       the parameter, on the owner
+    Scatter       tp shards, in the owner's row       slices, on all its ranks         on all replicas
+    Broadcast     the tensor, in the owner's row      on all its ranks                 on all replicas
+    ============= =================================== ================================ ===============
 
-    Replicas have equal parts. Of the first two phases of Own, Return and Share only the owner's has any.
+    Replicas have equal shards. Only the owner's replica takes part in the first two phases of GatherToOwner, Scatter
+    and Broadcast.
 
-    All ranks that share a matrix are in the same round at the same time, whatever other matrices they have, because
-    rounds depend on options and steps alone (see the note in :mod:`bmt_optim.requests`).
+    All ranks that share a parameter are in the same round at the same time, whatever other parameters they have,
+    because rounds depend on options and steps alone (see the note in :mod:`bmt_optim.requests`).
 
-[Note: matrices of one rank]
-    What one rank holds as a whole needs no other rank. Its rules are run to their ends one after the other, while
-    messages of the other rules are under way. On the CPU each has so few elements that they stay in a cache from the
-    first pass over them to the last.
+[Note: parameters of one rank]
+    Parameters that one rank holds unsharded need no other rank. Their rules run to their ends one after the other,
+    while messages of the other rules are in flight. On the CPU each batch of them has so few elements that they stay
+    in a cache from the first pass over them to the last.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from torch import Tensor
 
 from bmt_comm import Communicator, named_range, without_autocast
 
+from .answers import Answer, answer_alone, answer_to
 from .exchange import Communication, Reduction, Transfer, move_packed, reduce_packed
-from .grid import Answer, answer_alone, answer_to
 from .requests import Request, Rule
 
 
 class Step:
-    """An optimizer's step in flight: its rules, each at its first yield. Nothing that lasts has changed yet.
+    """An optimizer's step in flight: its rules, each at its first yield. No state and no weight has changed yet.
 
     Args:
         rules: of the batches that are stepped.
-        finish: called when all rules have come to their end.
-        alone: rules of batches that need no other rank. They have not begun.
+        finish: called when all rules have ended.
+        alone: rules of batches that need no other rank. They have not started.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Step:
             self.waiting += [(rule, _first_requests(rule)) for rule in rules]
 
     def abandon(self) -> None:
-        """Let nothing have happened."""
+        """End the rules before they change anything."""
         for rule, _ in self.waiting:
             rule.close()
         self.waiting = []
@@ -95,10 +96,10 @@ def advance(
 
     Args:
         steps: from ``begin_step`` of optimizers.
-        flag: 0-dim fp32, above 0 if the steps must not be taken. It travels with the requests of round 0, where
-            these go over the same ranks, and the host then waits for it. Without one, nothing waits. With one,
-            there may be no steps.
-        comm: the ranks that abandon their steps together; ``None``: this one.
+        flag: 0-dim fp32, above 0 if the steps must not be taken. It is sent with the requests of round 0 that go
+            over the same ranks, and the host then waits for it. Without a flag the host does not wait. With a flag,
+            ``steps`` may be empty.
+        comm: the ranks that abandon their steps together; ``None``: this rank alone.
 
     Returns:
         What was communicated; ``None`` if the steps were abandoned.
@@ -109,14 +110,14 @@ def advance(
     def step_alone() -> bool:
         """Step the next batch that needs no other rank. Whether there was one."""
         step = next((step for step in steps if step.alone), None)
-        if step is None or flag is not None:  # which may yet say that nothing may change
+        if step is None or flag is not None:  # the flag may still forbid changes
             return False
         _run_alone(step.alone.popleft())
         return True
 
     while waiting or flag is not None:
         answers = [[answer_to(request) for request in requests] for _, requests in waiting]
-        flat = [answer for found in answers for answer in found]
+        flat = [answer for of_rule in answers for answer in of_rule]
         flags = []
         if flag is not None and comm is not None and comm.size > 1:
             flags = [Reduction(comm, "sum", (flag > 0).float().reshape(1))]
@@ -131,9 +132,9 @@ def advance(
                 return None
             flag = None
         still = []
-        for (rule, _), found in zip(waiting, answers):
+        for (rule, _), of_rule in zip(waiting, answers):
             with contextlib.suppress(StopIteration):
-                still.append((rule, rule.send([answer.result() for answer in found])))
+                still.append((rule, rule.send([answer.result() for answer in of_rule])))
         waiting = still
     with named_range("optimizer, what one rank holds"):
         while step_alone():
@@ -158,17 +159,17 @@ def _run_alone(rule: Rule) -> None:
 
 
 def _communicate(
-    answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication, meanwhile: Callable[[], bool]
+    answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication, overlap: Callable[[], bool]
 ) -> None:
     """One round: the phases of all answers, and the flags in phase 0."""
     for phase in range(3):
         reductions = list(flags) if phase == 0 else []
         transfers: list[Transfer] = []
         for answer in answers:
-            found = answer.begin(phase)
-            reductions += found[0]
-            transfers += found[1]
-        reduce_packed(reductions, record, meanwhile)
-        move_packed(transfers, record, meanwhile)
+            more_reductions, more_transfers = answer.begin(phase)
+            reductions += more_reductions
+            transfers += more_transfers
+        reduce_packed(reductions, record, overlap)
+        move_packed(transfers, record, overlap)
         for answer in answers:
             answer.end(phase)

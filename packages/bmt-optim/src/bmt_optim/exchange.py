@@ -1,12 +1,11 @@
 """Packed communication: many small messages between the same ranks travel as one.
 
-A *reduction* is a value that the ranks of a communicator add up (or take the largest of). A *transfer* is a tensor
-that goes from one rank of a communicator to another. The functions here take the ones of one phase of a round and
-make one collective of those that share a communicator, an operation and a dtype.
+A *reduction* is a value whose sum or maximum over the ranks of a communicator is wanted. A *transfer* is a tensor that
+goes from one rank of a communicator to another. The functions here take those of one phase of a round, and make one
+collective of those that share a communicator, an operation and a dtype.
 
-Collectives come in one order everywhere (operation, then numbers of the ranks), so that ranks which have several
-communicators, and others which have only some of them, never wait for each other in a circle. Communicators with
-the same ranks are used as one.
+Collectives run in one order on all ranks (operation, then numbers of the ranks), so that ranks with several
+communicators, and others with only some of them, cannot deadlock. Communicators with the same ranks are used as one.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Communication:
     """What a step communicated, on this rank.
 
     Attributes:
-        rounds: in which a rule asked for something of matrices that several ranks hold parts of.
-        collectives: calls of collectives, an exchange of packed messages being one.
-        bytes: sent; of an all-reduce over n ranks 2 (n - 1) / n of the buffer.
+        rounds: in which a rule asked for something of parameters that several ranks share.
+        collectives: calls of collectives. An exchange of packed messages is one.
+        bytes: sent. An all-reduce over n ranks counts as 2 (n - 1) / n of the buffer.
     """
 
     rounds: int = 0
@@ -51,7 +50,7 @@ class Reduction:
 class Transfer:
     """A tensor that goes from rank ``source`` of ``comm`` to ``target``, into a tensor of its shape and dtype.
 
-    Ranks that are neither have no part in it and need not make one.
+    Other ranks take no part in it and need not make one.
     """
 
     comm: Communicator
@@ -69,37 +68,37 @@ class Transfer:
 
 
 def reduce_packed(
-    reductions: Sequence[Reduction], record: Communication, meanwhile: Callable[[], bool] = lambda: False
+    reductions: Sequence[Reduction], record: Communication, overlap: Callable[[], bool] = lambda: False
 ) -> None:
     """Replace each reduction's value by its result. One all-reduce per communicator and operation.
 
-    ``meanwhile`` is called while they are under way, until it returns that nothing is left to do.
+    ``overlap`` is called while they run, until it returns that nothing is left to do.
     """
-    under_way = []
+    in_flight = []
     for group in _in_order(reductions, lambda r: (r.op, r.comm.ranks, str(r.value.device))):
         comm = group[0].comm
         buffer = torch.cat([r.value.reshape(-1) for r in group]).to(comm.device)
         if not buffer.numel():
             continue
-        under_way.append((group, buffer, comm.all_reduce(buffer, group[0].op, async_op=True)))
+        in_flight.append((group, buffer, comm.all_reduce(buffer, group[0].op, async_op=True)))
         record.collectives += 1
         record.bytes += 2 * (comm.size - 1) * buffer.nbytes // comm.size
-    for group, buffer, reducing in under_way:
-        _wait(reducing, meanwhile)
+    for group, buffer, reducing in in_flight:
+        _wait(reducing, overlap)
         parts = buffer.to(group[0].value.device).split([r.value.numel() for r in group])
         for reduction, part in zip(group, parts):
-            matrix = reduction.value.dim() > 1  # products of it would have other bits at odd addresses
-            reduction.value = (part.clone() if matrix else part).view(reduction.value.shape)
+            # A matrix is copied: products of it would have other bits at odd addresses.
+            reduction.value = (part.clone() if reduction.value.dim() > 1 else part).view(reduction.value.shape)
 
 
 def move_packed(
-    transfers: Sequence[Transfer], record: Communication, meanwhile: Callable[[], bool] = lambda: False
+    transfers: Sequence[Transfer], record: Communication, overlap: Callable[[], bool] = lambda: False
 ) -> None:
     """Carry out all transfers. One exchange per communicator, operation and dtype.
 
-    ``meanwhile`` is called while they are under way, until it returns that nothing is left to do.
+    ``overlap`` is called while they run, until it returns that nothing is left to do.
     """
-    under_way = []
+    in_flight = []
     for group in _in_order(transfers, lambda t: (t.op, t.comm.ranks, str(t.like.dtype))):
         comm = group[0].comm
         sends: dict[int, list[Tensor]] = {}
@@ -124,25 +123,25 @@ def move_packed(
         ]
         if not outgoing and not incoming:
             continue
-        under_way.append((comm.send_recv(outgoing, incoming, async_op=True), incoming, receives))
+        in_flight.append((comm.send_recv(outgoing, incoming, async_op=True), incoming, receives))
         record.collectives += 1
         record.bytes += sum(message.nbytes for message, _ in outgoing)
-    for moving, incoming, receives in under_way:
-        _wait(moving, meanwhile)
+    for moving, incoming, receives in in_flight:
+        _wait(moving, overlap)
         for message, peer in incoming:
             for into, part in zip(receives[peer], message.split([t.numel() for t in receives[peer]])):
                 into.copy_(part.view(into.shape))
 
 
-def _wait(work: Work, meanwhile: Callable[[], bool]) -> None:
-    while not work.is_completed() and meanwhile():
+def _wait(work: Work, overlap: Callable[[], bool]) -> None:
+    while not work.is_completed() and overlap():
         pass
     work.wait()
 
 
 def _in_order(items: Sequence[_Item], key: Callable[[_Item], tuple[Any, ...]]) -> list[list[_Item]]:
     """The items that share a key, by ascending key."""
-    found: dict[tuple[Any, ...], list[_Item]] = {}
+    groups: dict[tuple[Any, ...], list[_Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return [found[k] for k in sorted(found)]
+        groups.setdefault(key(item), []).append(item)
+    return [groups[k] for k in sorted(groups)]

@@ -1,22 +1,25 @@
-"""Second moments kept as row and column statistics, of tensors of which each rank may hold a part.
+"""Second moments as row and column statistics of sharded tensors.
 
-[Note: factored averages of parts]
-    Of a matrix (R x C) of squares, Adafactor and CAME keep r, the average over time of the mean of each row, and c,
-    of each column, and take rᵢ·cⱼ / mean(r) for the average of an element. Of a tensor with more dimensions, the last
-    two are matrices, each by itself. What a rank has of a matrix gives it parts of the sums:
+[Note: factored averages of shards]
+    For a matrix (R x C) of squares, Adafactor and CAME keep r, the average over time of the mean of each row, and c,
+    that of each column. They estimate the average of an element by rᵢ·cⱼ / mean(r). In a tensor with more dimensions,
+    the last two are matrices, each with its own statistics. The shard of a matrix that a rank holds gives it parts of
+    the sums:
 
-    - r needs sums over the columns of others, where columns are cut, and is then that of this rank's rows;
-    - c needs sums over the rows of others, where rows are cut;
+    - r needs sums over other ranks' columns where columns are sharded, and is then that of this rank's rows;
+    - c needs sums over other ranks' rows where rows are sharded;
     - mean(r), of all rows, is decay·mean(r before) + (1-decay)·mean(squares). Both means are sums of what is there
-      before anything has been communicated, so they travel with the sums above, in one round. The first is summed
-      over the cuts of rows only: ranks that hold other columns of the same rows have the same r.
+      before any communication, so they are sent with the sums above, in one round. The first is summed over the ranks
+      that shard rows only: ranks that hold other columns of the same rows have the same r.
 
-    Of packed experts a rank may hold some rows of one expert, then whole experts, and then some rows of another. Each
-    of the three is an entry of its own for the kernels. Sums of columns, and both means, are then sums over the ranks
-    that hold other rows of the same expert; they are sent for all experts, with zeros for those that this rank has not.
+    Of packed experts a rank may hold some rows of one expert, complete experts, and some rows of another. Each of the
+    three is an entry of its own for the kernels. Sums of columns, and both means, are then sums over the ranks that
+    hold other rows of the same expert. They are sent for all experts, with zeros for those that this rank does not
+    have.
 
-    A vector (C) of squares is a matrix of one row of which no dimension is averaged: rᵢ / mean(r) is 1 and c is the
-    average of the vector itself. So vectors and numbers go through the same kernels as matrices, in the same calls.
+    A vector (C) of squares is treated as a matrix of one row, of which no dimension is averaged: rᵢ / mean(r) is 1 and
+    c is the average of the vector itself. So vectors and numbers go through the same kernels as matrices, in the same
+    calls.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from torch import Tensor, nn
 import bmt_kernels
 
 from .batch import Batch
-from .experts import Pieces, expert_pieces, experts_of
-from .matrix import Matrix
+from .experts import ExpertBlocks, expert_blocks, experts_of
+from .logical_params import LogicalParam
 from .requests import Sum
 from .state_layout import StateTensor, column_statistic, like_parameter, row_statistic
 
@@ -50,42 +53,43 @@ def factored_layout(name: str, shape: tuple[int, ...]) -> dict[str, StateTensor]
 
 
 class Plan:
-    """What follows from the matrices of a batch alone: see :class:`Parts`. It is kept from step to step.
+    """What depends on the parameters of a batch alone: see :class:`Parts`. It is kept from step to step.
 
     Args:
         batch: the batch.
     """
 
     def __init__(self, batch: Batch) -> None:
-        matrices = [i for i, m in enumerate(batch.matrices) if is_factored(m.where.shape)]
-        vectors = [i for i, m in enumerate(batch.matrices) if not is_factored(m.where.shape)]
+        matrices = [i for i, p in enumerate(batch.logical_params) if is_factored(p.where.shape)]
+        vectors = [i for i, p in enumerate(batch.logical_params) if not is_factored(p.where.shape)]
         self.order = matrices + vectors
         self.count = len(matrices)
-        self.matrices: list[Matrix] = batch.pick(batch.matrices, self.order)
-        pieces = [expert_pieces(m.where) for m in self.matrices]
-        self.pieces = pieces if any(pieces) else None
-        self.owners = [n for n, cuts in enumerate(pieces) for _ in cuts or (None,)]
+        self.logical_params: list[LogicalParam] = batch.pick(batch.logical_params, self.order)
+        blocks = [expert_blocks(p.where) for p in self.logical_params]
+        self.blocks = blocks if any(blocks) else None
+        self.owners = [n for n, of_param in enumerate(blocks) for _ in of_param or (None,)]
         self.places: dict[int, list[int]] = {i: [] for i in self.order}
         for entry, n in enumerate(self.owners):
             self.places[self.order[n]].append(entry)
-        counts = [1 / max(1, math.prod(m.where.shape)) for m in self.matrices]
+        counts = [1 / max(1, math.prod(p.where.shape)) for p in self.logical_params]
         self.inverse_counts = torch.tensor(counts, dtype=torch.float32, device=batch.device)
         self.averages: dict[str, FactoredAverage] = {}
 
 
 class Parts:
-    """Tensors of a batch as matrices, (\\*, R, C): those that are, and then vectors and numbers as single rows.
+    """Tensors of a batch as matrices, (\\*, R, C): first the matrices, then vectors and numbers as single rows.
 
-    Lists have an entry per tensor, or, of packed experts that are cut inside of an expert, several: see the note.
+    Lists have an entry per tensor. A tensor of packed experts that is sharded inside an expert has several: see the
+    note.
 
     Args:
         batch: the batch.
 
     Attributes:
         batch: the batch.
-        order: indices of the batch in the order of ``matrices``.
+        order: indices of the batch in the order of ``logical_params``.
         count: how many of these have rows and columns.
-        matrices: as in the batch, in this order.
+        logical_params: as in the batch, in this order.
         grads: a gradient per entry, as a matrix.
         scaling: ``grad_scale`` and ``grad_factor``, for the kernels.
     """
@@ -95,8 +99,9 @@ class Parts:
         if "plan" not in batch.kept:
             batch.kept["plan"] = Plan(batch)
         self.plan: Plan = batch.kept["plan"]
-        self.order, self.count, self.matrices = self.plan.order, self.plan.count, self.plan.matrices
-        self.grads = _as_matrices(batch.pick(batch.grads, self.order), self.plan.pieces)
+        self.order, self.count = self.plan.order, self.plan.count
+        self.logical_params = self.plan.logical_params
+        self.grads = _as_matrices(batch.pick(batch.grads, self.order), self.plan.blocks)
         self.scaling: Mapping[str, Any] = {"grad_scale": batch.grad_scale, "grad_factor": batch.grad_factor}
 
     def average(self, name: str, of_vectors: bool = True) -> FactoredAverage:
@@ -107,54 +112,54 @@ class Parts:
         """
         if name not in self.plan.averages:
             self.plan.averages[name] = FactoredAverage(self, name, of_vectors)
-        found = self.plan.averages[name]
-        found.begin(self)
-        return found
+        average = self.plan.averages[name]
+        average.begin(self)
+        return average
 
     def state(self, key: str) -> list[Tensor]:
         """State tensors of the parameters' shapes, as matrices, one per entry."""
-        return _as_matrices(self.batch.state(key, self.order), self.plan.pieces)
+        return _as_matrices(self.batch.state(key, self.order), self.plan.blocks)
 
     def factored_state(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """The row averages, (\\*, R), and the column averages, (\\*, C), of each entry that has them."""
         rows, cols = (self.batch.state(f"{name}_{kind}", self.order[: self.count]) for kind in ("row", "col"))
         return (
-            _split(rows, self.plan.pieces, lambda piece, _: piece),
-            _split(cols, self.plan.pieces, lambda piece, col: (piece[0], col.shape[-1])),
+            _split(rows, self.plan.blocks, lambda block, _: block),
+            _split(cols, self.plan.blocks, lambda block, col: (block[0], col.shape[-1])),
         )
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """The rows and the columns, over all ranks, of the matrices of each entry that has them."""
-        shapes = [self.matrices[n].where.shape for n in self.plan.owners if n < self.count]
+        shapes = [self.logical_params[n].where.shape for n in self.plan.owners if n < self.count]
         return [max(1, shape[-2]) for shape in shapes], [max(1, shape[-1]) for shape in shapes]
 
-    def per_matrix(self, values: Tensor) -> Tensor:
-        """The sums of the entries' values, (entries,), by matrix: (matrices,)."""
-        if len(self.plan.owners) == len(self.matrices):
+    def per_param(self, values: Tensor) -> Tensor:
+        """The sums of the entries' values, (entries,), by parameter: (parameters,)."""
+        if len(self.plan.owners) == len(self.logical_params):
             return values
         owners = self.plan.owners
         places = [3 * owner + owners[:entry].count(owner) for entry, owner in enumerate(owners)]
-        apart = values.new_zeros(len(self.matrices), 3)  # a matrix has at most three pieces
+        apart = values.new_zeros(len(self.logical_params), 3)  # a parameter has at most three entries
         apart.view(-1)[torch.tensor(places, device=values.device)] = values
-        return apart.sum(1)  # in a fixed order, as replicas must have it; index_add_ has none on a GPU
+        return apart.sum(1)  # not index_add_: it has no fixed order on a GPU, and replicas must get the same bits
 
     def per_entry(self, values: Tensor) -> Tensor:
-        """The matrices' values, (matrices,), by entry: (entries,)."""
-        return values if len(self.plan.owners) == len(self.matrices) else _entries(values, self.plan.owners)
+        """The parameters' values, (parameters,), by entry: (entries,)."""
+        return values if len(self.plan.owners) == len(self.logical_params) else _entries(values, self.plan.owners)
 
     def for_kernels(self) -> Iterator[tuple[list[int], list[Tensor], list[Tensor | None] | None]]:
-        """As the batch's, with numbers of entries for indices, and parameters and masters as matrices."""
+        """As ``batch.for_kernels``, with numbers of entries for indices, and parameters and masters as matrices."""
         places = self.plan.places
         for indices, params, masters in self.batch.for_kernels(self.order):
-            pieces = self.plan.pieces and [self.plan.pieces[self.order.index(i)] for i in indices]
+            blocks = self.plan.blocks and [self.plan.blocks[self.order.index(i)] for i in indices]
             yield (
                 [entry for i in indices for entry in places[i]],
-                _as_matrices(params, pieces),
-                None if masters is None else _as_matrices(masters, pieces),
+                _as_matrices(params, blocks),
+                None if masters is None else _as_matrices(masters, blocks),
             )
 
     def root_mean_squares(self, sums: Tensor) -> Tensor:
-        """From the sum of squares of each whole tensor: fp32, of shape (matrices,), as what is returned."""
+        """The root mean square of each parameter from its sum of squares: fp32, (parameters,), both."""
         return (sums * self.plan.inverse_counts).sqrt_()
 
     def update_weights(
@@ -170,7 +175,7 @@ class Parts:
 
         Args:
             grads, exp_avgs: matrices in the order of ``self``.
-            step_sizes, decay_factors: fp32, of shape (matrices,).
+            step_sizes, decay_factors: fp32, of shape (entries,).
             options: further ones of the kernel.
         """
         for chosen, params, masters in self.for_kernels():
@@ -190,8 +195,8 @@ class Parts:
 class FactoredAverage:
     """Row and column averages of squares within a step.
 
-    A kernel writes sums of squares into ``rows`` and ``cols``, the ranks add up what :meth:`requests` asks for, and
-    :meth:`update` moves the averages and puts factors in the place of the sums, of which the products are 1/√average.
+    A kernel writes sums of squares into ``rows`` and ``cols``. The ranks add up what :meth:`requests` asks for. Then
+    :meth:`update` updates the averages, and replaces the sums by factors whose products are 1/√average.
 
     Args:
         parts, name, of_vectors: see :meth:`Parts.average`.
@@ -203,12 +208,12 @@ class FactoredAverage:
     def __init__(self, parts: Parts, name: str, of_vectors: bool) -> None:
         batch = parts.batch
         self._name, self._of_vectors = name, of_vectors
-        self._matrices = parts.matrices[: parts.count]
-        # Where rows are counted along two dimensions: the experts of which this rank holds rows, of how many.
+        self._matrices = parts.logical_params[: parts.count]
+        # For packed experts: the experts of which this rank holds rows, and the number of experts.
         self._experts = {
-            n: (experts_of(m.where), m.where.tp_shard_shape[0])
-            for n, m in enumerate(self._matrices)
-            if m.where.row_dims == 2
+            n: (experts_of(p.where), p.where.tp_shard_shape[0])
+            for n, p in enumerate(self._matrices)
+            if p.where.row_dims == 2
         }
         rows, cols = (batch.state(f"{name}_{kind}", parts.order[: parts.count]) for kind in ("row", "col"))
         vectors = batch.state(name, parts.order[parts.count :]) if of_vectors else []
@@ -231,7 +236,7 @@ class FactoredAverage:
             self._col_averages = self._col_averages + vectors
 
     def requests(self) -> list[Sum]:
-        """What to ask for once the sums are there."""
+        """The requests, once the sums are there."""
         bmt_kernels.factored_totals(self._row_averages, self._row_sums, self._totals, self._before)
         ones = [1] * len(self._matrices)
         return [
@@ -242,7 +247,7 @@ class FactoredAverage:
         ]
 
     def _over_experts(self, values: Tensor, over: tuple[int, ...], widths: Sequence[int]) -> Sum:
-        """The request for sums of ``widths`` numbers per matrix of a batch; those of other ranks' experts are zeros."""
+        """The request for sums of ``widths`` numbers per matrix of a batch, with zeros for other ranks' experts."""
         sizes = [n * width for n, width in zip(self._batch_sizes, widths)]
         if not self._experts:
             return Sum(values, self._matrices, over, sizes)
@@ -252,7 +257,7 @@ class FactoredAverage:
         return Sum(torch.cat(parts), self._matrices, over, [p.numel() for p in parts])
 
     def _of_own_experts(self, sums: Tensor, widths: Sequence[int]) -> Tensor:
-        """Of the answer to such a request, what this rank holds rows of."""
+        """The part of the answer to such a request for experts of which this rank holds rows."""
         if not self._experts:
             return sums
         counts = [self._experts[n][1] if n in self._experts else size for n, size in enumerate(self._batch_sizes)]
@@ -262,10 +267,10 @@ class FactoredAverage:
         return torch.cat(parts)
 
     def update(self, results: Sequence[Tensor], decay: float) -> None:
-        """Move the averages: average ← decay·average + (1-decay)·mean.
+        """Update the averages: average ← decay·average + (1-decay)·mean.
 
         Args:
-            results: of the requests, for whole rows, columns and matrices.
+            results: of the requests, for logical rows, columns and matrices.
         """
         rows, cols, totals, before = results
         cols = self._of_own_experts(cols, self._col_widths)
@@ -288,33 +293,35 @@ class FactoredAverage:
         )
 
 
-def _as_matrices(tensors: Sequence[Tensor | None], pieces: Sequence[Pieces] | None) -> list[Any]:
+def _as_matrices(tensors: Sequence[Tensor | None], blocks: Sequence[ExpertBlocks] | None) -> list[Any]:
     """Views of contiguous tensors, (\\*, R, C), one per entry; ``None`` stays ``None``."""
     return [
         part if part is None or part.dim() >= 2 else part.view(1, -1)
-        for part in _split(tensors, pieces, lambda piece, tensor: (*piece, tensor.shape[-1]))
+        for part in _split(tensors, blocks, lambda block, tensor: (*block, tensor.shape[-1]))
     ]
 
 
 def _split(
-    tensors: Sequence[Any], pieces: Sequence[Pieces] | None, shape: Callable[[tuple[int, int], Tensor], Sequence[int]]
+    tensors: Sequence[Any],
+    blocks: Sequence[ExpertBlocks] | None,
+    shape: Callable[[tuple[int, int], Tensor], Sequence[int]],
 ) -> list[Any]:
-    """A tensor per entry: for each piece, a view of that shape."""
-    if pieces is None:
+    """A tensor per entry: for each block, a view of that shape."""
+    if blocks is None:
         return list(tensors)
     parts: list[Tensor | None] = []
-    for tensor, cuts in zip(tensors, pieces):
-        if cuts is None or tensor is None:
-            parts += [tensor] * len(cuts or (None,))
+    for tensor, of_tensor in zip(tensors, blocks):
+        if of_tensor is None or tensor is None:
+            parts += [tensor] * len(of_tensor or (None,))
             continue
-        shapes = [tuple(shape(piece, tensor)) for piece in cuts]
+        shapes = [tuple(shape(block, tensor)) for block in of_tensor]
         flat = tensor.view(-1).split([math.prod(s) for s in shapes])
         parts += [part.view(s) for part, s in zip(flat, shapes)]
     return parts
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors of their elements. What is a vector stays as it is: a view costs time, too."""
+    """The tensors as vectors. A vector is returned as it is, because a view costs time."""
     return [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
 
 
@@ -326,7 +333,7 @@ def _end_to_end(shapes: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 def _entries(vector: Tensor, chosen: Sequence[int]) -> Tensor:
-    """Those entries of a vector on the device, without indices that would have to get there."""
+    """The chosen entries of a vector on the device, without copying indices to it."""
     if len(chosen) == len(vector) and list(chosen) == list(range(len(vector))):
         return vector
     entries = vector.unbind()

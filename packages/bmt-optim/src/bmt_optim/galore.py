@@ -1,4 +1,4 @@
-"""GaLore: AdamW whose moments are of gradients projected to a low rank, over any sharding."""
+"""GaLore: AdamW with moments of gradients that are projected to a low rank, over any sharding."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .moments import Moments, host_state, moments_layout
 from .options import check_betas, check_not_negative, declared, with_defaults
 from .percentile_clipping import HISTORY
 from .requests import Rule
-from .state_layout import StateTensor, whole
+from .state_layout import StateTensor, replicated
 
 _PROJECTION = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 """Options of a group with a ``rank`` that it need not name."""
 BITSANDBYTES = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "absmax_avg", "absmax2": "absmax_avg_sq"}
-"""What bitsandbytes calls our state tensors."""
+"""bitsandbytes' names of our state tensors."""
 _NESTED = "__bnb_optimizer_quant_state__"  # where newer bitsandbytes puts them in a state dict
 
 
@@ -54,13 +54,14 @@ class DistGaloreAdamW(DistributedOptimizer):
     ``proj_type`` says what is projected: "right" or "left" the one side, "full" both, "std" the shorter, "reverse_std"
     the longer one. :func:`get_galore_param_groups` makes groups of a model.
 
-    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds;
-    owners have about equal work. Ranks that replicate a parameter share the work, too. The signs of the vectors,
-    on which moments that outlive a renewal depend, are those of ``torch.linalg.svd`` unless ``svd`` is
-    "gram". The host waits for the decomposition on the owner; nothing waits in other steps.
-    A step has one round more where ranks cut the dimension that is projected (of r), one for percentile clipping
-    (norms of r), and one where 8-bit blocks are cut by other than multiples of 256 elements (see
-    :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and the same on ranks that cut the
+    One of the ranks that share a matrix, its owner, renews the projection from the unsharded gradient, in two rounds.
+    Owners have about equal work. Ranks that replicate a parameter divide the work, too. Moments outlive a renewal and
+    depend on the signs of the vectors. These are the signs of ``torch.linalg.svd`` unless ``svd`` is "gram". The host
+    waits for the decomposition on the owner, and for nothing in other steps.
+
+    A step has one round more where ranks shard the projected dimension (for r), one for percentile clipping (norms of
+    r), and one where ranks share 8-bit blocks, because their shards do not end at multiples of 256 elements (see
+    :mod:`bmt_optim.blockwise`). Moments are sharded as the dimension that is kept, and equal on ranks that shard the
     projected one.
 
     Args:
@@ -71,10 +72,10 @@ class DistGaloreAdamW(DistributedOptimizer):
         min_8bit_size: moments with fewer elements, of the logical tensor, are kept in fp32.
         percentile_clipping: below 100, the largest norm of a projected gradient is the percentile of its last 100
             norms (see :func:`~bmt_optim.percentile_clipping.clip_factors`).
-        block_wise: must be True. (One maximum for a whole tensor would leave nothing of small moments.)
+        block_wise: must be True. (With one absmax for a tensor, small moments would be rounded to 0.)
         is_paged: keep moments of 100 000 elements and more in page-locked host memory; for parameters on CUDA.
         args: a mapping or an object with ``optim_bits``, ``min_8bit_size``, ``percentile_clipping`` and
-            ``block_wise``, which then count instead.
+            ``block_wise``, which override the arguments of these names.
         correct_bias: False leaves the factor √(1-β₂ᵗ) / (1-β₁ᵗ) out.
         svd: "exact" computes the vectors by ``torch.linalg.svd``, as the authors do; "gram" those of the same subspace
             by eigenvectors of a Gram matrix, in a third to a half of the time (see
@@ -112,7 +113,7 @@ class DistGaloreAdamW(DistributedOptimizer):
     # --- parameters and options -------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; with a ``rank`` among the options, such as are projected (see the class)."""
+        """Add parameters. With a ``rank`` among the options, they are projected (see the class)."""
         super().add_param_group(with_defaults(param_group, _PROJECTION) if "rank" in param_group else param_group)
         group = self.param_groups[-1]
         for param in group["params"] if "rank" in group else ():
@@ -164,26 +165,26 @@ class DistGaloreAdamW(DistributedOptimizer):
     # --- state ------------------------------------------------------------------------------------
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
-        found: dict[str, StateTensor] = {}
+        layout: dict[str, StateTensor] = {}
         if options["percentile_clipping"] < 100:
-            found["gnorm_vec"] = whole((HISTORY,))
+            layout["gnorm_vec"] = replicated((HISTORY,))
         if "rank" not in options:
-            return {**found, **moments_layout(tuple(range(len(shape))), math.prod(shape), options)}
+            return {**layout, **moments_layout(tuple(range(len(shape))), math.prod(shape), options)}
         if len(shape) != 2:
             raise ValueError(f"GaLore projects matrices, and a parameter in a group with a rank has shape {shape}")
         side, r = side_of(shape, options["proj_type"]), low_rank(shape, options["rank"])
         for key in BASES[side]:
-            found[key] = basis_layout(key, shape, options["rank"])
+            layout[key] = basis_layout(key, shape, options["rank"])
         numel = r * math.prod(shape[d] for d in KEPT[side]) if side != "full" else r * r
-        return {**found, **moments_layout(projected_dims(side, r), numel, options)}
+        return {**layout, **moments_layout(projected_dims(side, r), numel, options)}
 
     def new_state(
         self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
     ) -> Tensor:
         if options["is_paged"] and device.type == "cuda" and key in ("exp_avg", "exp_avg_sq"):
-            found = host_state(tensor, shape)
-            if found is not None:
-                return found
+            paged = host_state(tensor, shape)
+            if paged is not None:
+                return paged
         return super().new_state(key, tensor, shape, device, options)
 
     def synchronize(self) -> None:
@@ -204,19 +205,19 @@ class DistGaloreAdamW(DistributedOptimizer):
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """As :meth:`DistributedOptimizer.state_dict`.
 
-        A gathered state has the bases of a projection as galore-torch has them, in ``projector.ortho_matrix``, and
-        with fp32 moments loads into ``galore_torch.GaLoreAdamW``.
+        A gathered state has the bases of a projection in ``projector.ortho_matrix``, as galore-torch has them. With
+        fp32 moments it loads into ``galore_torch.GaLoreAdamW``.
         """
         self.synchronize()
-        found = super().state_dict(gather)
+        state_dict = super().state_dict(gather)
         if gather:
             params = [(p, group) for group in self.param_groups for p in group["params"]]
-            for index, entry in found["state"].items():
+            for index, entry in state_dict["state"].items():
                 param, group = params[index]
                 if "rank" in group:
                     side = side_of(slice_of(param).shape, group["proj_type"])
                     entry["projector"] = projector_of([entry.pop(key) for key in BASES[side]], group)
-        return found
+        return state_dict
 
     def state_records(self) -> list[StateRecord]:
         """As :meth:`DistributedOptimizer.state_records`."""
@@ -252,8 +253,8 @@ class DistGaloreAdamW(DistributedOptimizer):
         moments = Moments(
             batch,
             {
-                i: self.state_layout(m.where.shape, batch.options)["exp_avg"].part(m.where)
-                for i, (m, exp_avg) in enumerate(zip(batch.matrices, batch.state("exp_avg")))
+                i: self.state_layout(p.where.shape, batch.options)["exp_avg"].part(p.where)
+                for i, (p, exp_avg) in enumerate(zip(batch.logical_params, batch.state("exp_avg")))
                 if exp_avg.dtype is torch.uint8
             },
             self.corrects_eps,
@@ -275,24 +276,24 @@ def _quantisation(args: Any) -> dict[str, Any]:
 
 
 def _own_terms(values: Mapping[str, Any], shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter as galore-torch has it, or bitsandbytes, under our names."""
+    """The state of a parameter under our names, from that of galore-torch or bitsandbytes."""
     values = {**values, **values.get(_NESTED, {})}
-    found = {BITSANDBYTES.get(key, key): value for key, value in values.items() if key != _NESTED}
-    projector = found.pop("projector", None)
+    renamed = {BITSANDBYTES.get(key, key): value for key, value in values.items() if key != _NESTED}
+    projector = renamed.pop("projector", None)
     if projector is not None and "rank" in options and len(shape) == 2:
         bases = getattr(projector, "ortho_matrix", None)
         keys = BASES[side_of(shape, options["proj_type"])]
-        found.update(zip(keys, bases if isinstance(bases, (list, tuple)) else [bases]))
-    return found
+        renamed.update(zip(keys, bases if isinstance(bases, (list, tuple)) else [bases]))
+    return renamed
 
 
 def _check_bits(values: Mapping[str, Any], layout: Mapping[str, StateTensor], nbits: int) -> None:
-    """Refuse codes where numbers belong, and the reverse."""
+    """Raise ValueError if there are codes where the layout has numbers, or the reverse."""
     for key in ("exp_avg", "exp_avg_sq"):
-        found = values.get(key)
-        if isinstance(found, Tensor) and (found.dtype is torch.uint8) != (layout[key].dtype is torch.uint8):
+        value = values.get(key)
+        if isinstance(value, Tensor) and (value.dtype is torch.uint8) != (layout[key].dtype is torch.uint8):
             raise ValueError(
-                f"{key} is {found.dtype} in the state dict, and with nbits={nbits} it is {layout[key].dtype} here; "
+                f"{key} is {value.dtype} in the state dict, and with nbits={nbits} it is {layout[key].dtype} here; "
                 "make the optimizer with the nbits and min_8bit_size that the state has"
             )
 

@@ -1,4 +1,4 @@
-"""The projection of GaLore: which sides of a gradient are projected, onto what, and how a state dict holds it."""
+"""The projection of GaLore: the sides of a gradient that are projected, the bases, and their form in a state dict."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def low_rank(shape: Sequence[int], rank: int) -> int:
 
 
 def basis_shape(key: str, shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Of ``ortho_left`` or ``ortho_right`` for a gradient of ``shape``."""
+    """The shape of ``ortho_left`` or ``ortho_right`` for a gradient of ``shape``."""
     r = low_rank(shape, rank)
     return (shape[0], r) if key == "ortho_left" else (r, shape[1])
 
 
 def basis_layout(key: str, shape: Sequence[int], rank: int) -> StateTensor:
-    """How ``ortho_left`` or ``ortho_right`` is cut: like the dimension of the parameter that it has."""
+    """The layout of ``ortho_left`` or ``ortho_right``: sharded as the dimension of the parameter that it has."""
     r = Size(low_rank(shape, rank))
     return StateTensor((0, r) if key == "ortho_left" else (r, 1))
 
@@ -69,15 +69,15 @@ def projected_dims(side: Side, r: int) -> tuple[int | Size, ...]:
 
 
 def leading_bases(gradient: Tensor, rank: int, side: Side, svd: str = "exact") -> dict[str, Tensor]:
-    """Orthonormal bases of the r leading left, or right, singular vectors of a whole gradient.
+    """Orthonormal bases of the r leading left, or right, singular vectors of an unsharded gradient.
 
     With "exact" their signs are those that ``torch.linalg.svd`` gives. "gram" computes eigenvectors of the Gram matrix
-    of the shorter side, whose largest components are positive. They are as near as fp32's singular value decomposition
-    is where the r-th singular value is at least some hundredth of the first; where it is less than a thousandth, the
-    last vectors are lost in rounding errors.
+    of the shorter side, whose largest components are positive. They are as accurate as fp32's singular value
+    decomposition where the r-th singular value is at least about a hundredth of the first. Where it is less than a
+    thousandth, the last vectors are lost in rounding errors.
 
-    A gradient that is not finite has NaN for a basis, like everything else that is computed with it, rather than an
-    error on the one rank that owns it. On CUDA the host waits: the decomposition needs it.
+    A gradient that is not finite gives bases of NaN, and no error, which only the owner would raise. On CUDA the host
+    waits, because the decomposition needs it.
 
     Args:
         gradient: fp32, (m, n). Only read.
@@ -90,13 +90,15 @@ def leading_bases(gradient: Tensor, rank: int, side: Side, svd: str = "exact") -
             left, _, right = torch.linalg.svd(gradient, full_matrices=False)
     except torch.linalg.LinAlgError:
         left, right = _in_double(gradient)
-    found = {"ortho_left": left[:, :r], "ortho_right": right[:r]}
-    return {key: found[key].float().contiguous() for key in BASES[side]}
+    bases = {"ortho_left": left[:, :r], "ortho_right": right[:r]}
+    return {key: bases[key].float().contiguous() for key in BASES[side]}
 
 
 def _by_gram(gradient: Tensor, r: int, side: Side) -> tuple[Tensor, Tensor]:
     """The r leading left vectors, (m, r), and right ones, (r, n); those of a longer side only if it is projected."""
-    g = gradient / gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).tiny)  # whose squares are fp32 numbers
+    g = gradient / gradient.abs().max().clamp(
+        min=torch.finfo(gradient.dtype).tiny
+    )  # so that squares do not overflow in fp32
     tall = g.shape[0] >= g.shape[1]
     if not tall:
         g = g.T
@@ -108,13 +110,13 @@ def _by_gram(gradient: Tensor, r: int, side: Side) -> tuple[Tensor, Tensor]:
 
 
 def _with_signs(vectors: Tensor) -> Tensor:
-    """Columns whose largest components are positive, so that one that changes little keeps its sign."""
+    """Columns with signs that make their largest components positive. A small change of a column keeps its sign."""
     largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
     return torch.where(largest < 0, -vectors, vectors)
 
 
 def _in_double(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The singular vectors, where those in fp32 have not converged; NaN if these do not either."""
+    """The singular vectors computed in fp64, after fp32 has not converged; NaN if fp64 does not converge either."""
     try:
         left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
     except torch.linalg.LinAlgError:
@@ -125,9 +127,9 @@ def _in_double(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GaLoreProjector:
-    """What a full state dict has under ``projector``: galore-torch's object of this name, with the same attributes.
+    """The value of ``projector`` in a full state dict, with the attributes of galore-torch's class of this name.
 
-    Its optimizers go on with this one, for it projects as theirs does.
+    galore-torch's optimizers can go on with it, because it projects as theirs does.
 
     Attributes:
         rank, update_proj_gap, scale, proj_type: of the parameter group.
@@ -154,8 +156,8 @@ class GaLoreProjector:
         """The projected gradient; every ``update_proj_gap`` steps, counted from 0, by new bases."""
         self._side = side_of(full_rank_grad.shape, self.proj_type)
         if self.ortho_matrix is None or iter % self.update_proj_gap == 0:
-            found = list(leading_bases(full_rank_grad.float(), self.rank, self._side).values())
-            self.ortho_matrix = found if self._side == "full" else found[0]
+            bases = list(leading_bases(full_rank_grad.float(), self.rank, self._side).values())
+            self.ortho_matrix = bases if self._side == "full" else bases[0]
         low = full_rank_grad
         for key, basis in zip(BASES[self._side], self._bases(full_rank_grad)):
             low = basis.T @ low if key == "ortho_left" else low @ basis.T
@@ -175,21 +177,21 @@ class GaLoreProjector:
         return full * self.scale
 
     def _bases(self, like: Tensor) -> list[Tensor]:
-        found = self.ortho_matrix if isinstance(self.ortho_matrix, list) else [self.ortho_matrix]
-        return [basis.to(like) for basis in found if basis is not None]
+        bases = self.ortho_matrix if isinstance(self.ortho_matrix, list) else [self.ortho_matrix]
+        return [basis.to(like) for basis in bases if basis is not None]
 
 
 def projector_of(bases: Sequence[Tensor], options: dict[str, Any]) -> GaLoreProjector:
     """The object for a state dict."""
-    found = GaLoreProjector(
+    projector = GaLoreProjector(
         options["rank"],
         update_proj_gap=options["update_proj_gap"],
         scale=options["scale"],
         proj_type=options["proj_type"],
     )
-    found.ortho_matrix = list(bases) if len(bases) > 1 else bases[0]
-    return found
+    projector.ortho_matrix = list(bases) if len(bases) > 1 else bases[0]
+    return projector
 
 
-# A file with a gathered state is read with ``weights_only=True``, which takes no classes that it does not know.
+# ``torch.load(..., weights_only=True)`` of a gathered state refuses classes that are not registered.
 torch.serialization.add_safe_globals([GaLoreProjector])

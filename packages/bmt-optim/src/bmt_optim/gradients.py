@@ -1,7 +1,7 @@
-"""Overflow and norm of gradients, and other totals, whatever shards, replicates or splits the parameters.
+"""Overflow and norm of gradients, and other totals, however the parameters are sharded or replicated.
 
-All reduce on the device and leave the result there. All ranks must call those that communicate with the same
-parameters; a rank without gradients or with empty shards takes part like the others.
+The functions reduce on the device and leave the result there. All ranks must call those that communicate, with the
+same parameters. A rank without gradients or with empty shards takes part like the others.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ import bmt_kernels
 from bmt_comm import STAGE_LOCAL_ATTRIBUTE, ParallelContext, Slice, is_dtensor, slice_of
 
 from .runs import local_grad, merge_adjacent
-from .slices import Comms, all_reduce_over, by_comms
+from .slices import Mesh, all_reduce_over, by_mesh
 
 
 def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float:
-    """What a loss is to be divided by for the gradients to be means over data-parallel replicas.
+    """The divisor of a loss that makes gradients means over data-parallel replicas.
 
     Raises:
-        ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged, or
-            such as nobody is known to reduce; or there are replicas, and of no parameter it is known. In a pipeline, a
-            stage may have only such.
+        ValueError: gradients are summed over replicas for some parameters, and averaged, or not known to be reduced,
+            for others; or there are replicas, and it is not known for any parameter. A pipeline stage may have only
+            parameters of which it is not known.
     """
     replicas = context.replicas
     if replicas == 1:
         return 1
     params = list(params)
-    found = {_is_averaged(param) for param in params if param.requires_grad}
-    if {True, False} <= found:
+    kinds = {_is_averaged(param) for param in params if param.requires_grad}
+    if {True, False} <= kinds:
         raise ValueError(
             "some parameters have gradients that are summed over data-parallel replicas (bmt_zero.shard), and others "
             "such as are averaged (FSDP2, bmt_zero.fully_shard); shard all by one of them"
         )
-    if found == {None} and context.pipe_size == 1:
+    if kinds == {None} and context.pipe_size == 1:
         raise ValueError(
             f"there are {replicas} data-parallel replicas, and nobody shards the parameters: OptimManager cannot know "
             f"what is done to gradients. Pass grad_scale=1 if they are averaged, as DistributedDataParallel does, or "
             f"grad_scale={replicas} if they are summed"
         )
-    if found == {False, None}:
+    if kinds == {False, None}:
         param = next(param for param in params if param.requires_grad and _is_averaged(param) is None)
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is neither sharded nor replicated by bmt_zero, as others of "
@@ -53,11 +53,11 @@ def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float
             f"too (BMTrainModelWrapper takes whole models), freeze it, or reduce it yourself and pass "
             f"grad_scale={replicas}"
         )
-    return 1 if True in found else replicas
+    return 1 if True in kinds else replicas
 
 
 def _is_averaged(param: Tensor) -> bool | None:
-    """Whether the gradient is averaged over replicas, rather than summed; None: it is not known."""
+    """Whether the gradient is averaged over replicas, rather than summed; ``None``: it is not known."""
     averaged: bool | None = getattr(param, "bmt_averages_gradients", None)
     if averaged is not None:
         return averaged
@@ -68,7 +68,7 @@ def _is_averaged(param: Tensor) -> bool | None:
 
 
 def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients there are on this rank, in as few flat tensors as they lie in."""
+    """This rank's gradients, as flat tensors over those that are adjacent in memory."""
     grads = (local_grad(p) for p in params)
     return merge_adjacent(_as_real(grad.detach()) for grad in grads if grad is not None)
 
@@ -78,7 +78,7 @@ def _as_real(grad: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A number on its way to the host, which waits for it when it is read."""
+    """A number that is copied to the host (D2H) asynchronously. :meth:`read` waits for it."""
 
     def __init__(self, number: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -103,8 +103,8 @@ def overflow_here(grads: Sequence[Tensor], context: ParallelContext, flags: Sequ
     for other in flags:
         flag = torch.maximum(flag, other)
     for device in {grad.device for grad in grads}:
-        found = bmt_kernels.has_inf_or_nan([grad for grad in grads if grad.device == device])
-        flag = torch.maximum(flag, found.to(context.device))
+        overflow = bmt_kernels.has_inf_or_nan([grad for grad in grads if grad.device == device])
+        flag = torch.maximum(flag, overflow.to(context.device))
     return flag
 
 
@@ -113,11 +113,11 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
 
     The norm is 0-dim fp64 on the context's device, and infinite where fp32 could not hold it. Each logical
     element counts once. Sums over the ranks that share a parameter are packed: one all-reduce for each
-    communicator of each distinct set, and one over the pipeline where there is one. A NaN gives NaN, or inf
+    communicator of each distinct mesh, and one over the pipeline where there is one. A NaN gives NaN, or inf
     where ``norm_type`` is inf.
 
     Raises:
-        ValueError: a gradient is complex, and the norm is not that of two.
+        ValueError: a gradient is complex, and ``norm_type`` is not 2.
     """
     if norm_type != 2 and any(p.is_complex() for p in params):
         raise ValueError(f"norm_type={norm_type!r} of complex gradients is not computed; use 2")
@@ -137,15 +137,15 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
 
 
 def _norm_in_fixed_order(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> Tensor:
-    """The norm to the same bits on any number of ranks, as :func:`global_norm` gives it.
+    """The norm as of :func:`global_norm`, with the same bits on any number of ranks.
 
-    No rank holds a part of a row. The powers of all rows are put together on all ranks, and added up in one order.
+    Every row is on one rank. All ranks get the powers of all rows, and add them up in the same order.
     """
     slices = [slice_of(p) for p in params]
     shards = [1 if where.tp_comm is None else where.tp_comm.size for where in slices]
     starts = [0, *accumulate(count * where.tp_shard_rows for count, where in zip(shards, slices))]
     powers = torch.zeros(starts[-1], dtype=torch.float64, device=context.device)
-    for comms, indices in by_comms(slices):
+    for mesh, indices in by_mesh(slices):
         mine = torch.zeros_like(powers)
         for i in indices:
             grad, where = local_grad(params[i]), slices[i]
@@ -155,7 +155,7 @@ def _norm_in_fixed_order(params: Sequence[Tensor], norm_type: float, context: Pa
                     first += where.tp_comm.rank * where.tp_shard_rows
                 rows = grad.detach().reshape(where.row_stop - where.row_start, -1)
                 mine[first : first + len(rows)] = _row_powers(rows, norm_type)
-        all_reduce_over(mine, comms, "sum")  # one rank's value and zeros: nothing is rounded
+        all_reduce_over(mine, mesh, "sum")  # one rank's value and zeros: nothing is rounded
         powers += mine
     return (powers.sum() ** (1 / norm_type)).float().double()
 
@@ -171,53 +171,53 @@ def _row_powers(rows: Tensor, norm_type: float) -> Tensor:
 def reduce_over_ranks(
     params: Sequence[Tensor], local: Callable[[list[Tensor]], Tensor], context: ParallelContext | None, op: str
 ) -> Tensor:
-    """The sum or maximum of ``local`` over all logical parameters, each of whose elements counts once.
+    """The sum or maximum of ``local`` over all logical parameters. Each of their elements counts once.
 
     Reductions over the ranks that share parameters are packed: one for each communicator of each distinct
-    set, and one over the pipeline where there is one.
+    mesh, and one over the pipeline where there is one.
 
     Args:
         params: the same ones in the same order on every rank that shares them.
-        local: what this rank's parts of parameters of one share (:func:`share_of`) come to, 0 for none; of
-            one shape, dtype and device. Never negative if the maximum is wanted.
+        local: the value of this rank's shards of parameters of one :class:`Sharing`, 0 for none; always of one shape,
+            dtype and device. Never negative if the maximum is wanted.
         context: the ranks that step together; ``None``: no pipeline.
         op: "sum" or "max".
     """
     combine = torch.maximum if op == "max" else torch.add
-    shares = [share_of(p, context) for p in params]
+    sharings = [sharing_of(p, context) for p in params]
     everywhere, own_stage = local([]), local([])
-    for comms, indices in by_comms([slice_of(p) for p in params]):
+    for mesh, indices in by_mesh([slice_of(p) for p in params]):
         values = torch.stack(
-            [local([params[i] for i in indices if shares[i].own_stage == own]) for own in (False, True)]
+            [local([params[i] for i in indices if sharings[i].own_stage == own]) for own in (False, True)]
         )
-        all_reduce_over(values, comms, op)
+        all_reduce_over(values, mesh, op)
         everywhere, own_stage = combine(everywhere, values[0]), combine(own_stage, values[1])
     if context is not None:
         all_reduce_over(own_stage, (context.pipe,), op)
     return combine(everywhere, own_stage)
 
 
-class Share(NamedTuple):
-    """Whom a parameter is shared with: the ranks with other elements of it, and whether other stages have it."""
+class Sharing(NamedTuple):
+    """The ranks that hold other elements of a parameter, and whether only this pipeline stage has it."""
 
-    comms: Comms
+    mesh: Mesh
     own_stage: bool
 
 
-def share_of(param: Tensor, context: ParallelContext | None) -> Share:
+def sharing_of(param: Tensor, context: ParallelContext | None) -> Sharing:
     where = slice_of(param)
-    return Share(where.communicators, context is not None and _is_stage_local(param, where, context))
+    return Sharing(where.communicators, context is not None and _is_stage_local(param, where, context))
 
 
 def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply in place by ``factor``, 0-dim fp32, computing in fp32 whatever the dtype of the gradients."""
+    """Multiply in place by ``factor``, 0-dim fp32. The product is computed in fp32 for all dtypes."""
     for (device, dtype), group in _by_device_and_dtype(grads):
         here = factor.to(device)
         if dtype is torch.float32:
             torch._foreach_mul_(group, here)
             continue
         for grad in group:
-            # A factor of one dimension takes part in type promotion; a 0-dim one would be rounded to half first.
+            # A 1-dim factor takes part in type promotion; a 0-dim one would be rounded to half precision first.
             (grad if grad.dim() else grad.view(1)).mul_(here.view(1))
 
 
@@ -227,17 +227,17 @@ def _local_power(grads: Sequence[Tensor], norm_type: float, device: torch.device
     power = torch.zeros((), dtype=torch.float64, device=device)
     for where in {grad.device for grad in grads}:
         here = [grad for grad in grads if grad.device == where]
-        found = bmt_kernels.power_sum(here, norm_type).total.to(device)
-        power = torch.maximum(power, found) if infinite else power + found
+        part = bmt_kernels.power_sum(here, norm_type).total.to(device)
+        power = torch.maximum(power, part) if infinite else power + part
     # NaN does not survive every max.
     return torch.nan_to_num(power, nan=math.inf, posinf=math.inf) if infinite else power
 
 
 def _by_device_and_dtype(grads: Sequence[Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        found.setdefault((grad.device, grad.dtype), []).append(grad)
-    return found.items()
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return groups.items()
 
 
 def _is_stage_local(param: Tensor, where: Slice, context: ParallelContext) -> bool:

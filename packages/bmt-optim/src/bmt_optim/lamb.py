@@ -1,4 +1,4 @@
-"""LAMB: Adam directions, scaled by layer so that a step is a fraction of the weights."""
+"""LAMB: Adam directions, scaled by a trust ratio per parameter."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DistributedLamb(DistributedOptimizer):
 
         m ← β₁m + (1-β₁)g        v ← β₂v + (1-β₂)g²
         r = m̂ / (√v̂ + eps) + weight_decay·p
-        p ← p - lr·(‖p‖ / ‖r‖)·r                  without the ratio where one of the norms is 0
+        p ← p - lr·(‖p‖ / ‖r‖)·r                  without the trust ratio ‖p‖ / ‖r‖ where one of the norms is 0
 
-    There are three conventions for m̂ and v̂, which ``bias_correction`` chooses between:
+    ``bias_correction`` chooses one of three conventions for m̂ and v̂:
 
     - ``True`` or ``"moments"``: m/(1-β₁ᵗ) and v/(1-β₂ᵗ), as in the published algorithm 2 and NVIDIA's FusedLAMB.
     - ``"lr"``: m and v, and lr·√(1-β₂ᵗ)/(1-β₁ᵗ) for lr, as in pytorch-lamb and ColossalAI's DistributedLamb with
-      ``bias_correction=True``. The ratio of norms undoes most of a correction of m̂ and v̂, but not of lr: the
-      first steps are smaller by up to √(1-β₂)/(1-β₁).
+      ``bias_correction=True``. The trust ratio undoes most of a correction of m̂ and v̂, but not of lr: the first
+      steps are smaller by up to √(1-β₂)/(1-β₁).
     - ``False``: m, v and lr, as in the third version of the paper on arXiv.
 
     A step has one round: the norms.
@@ -40,8 +40,8 @@ class DistributedLamb(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, betas, eps, weight_decay: as in the formula.
         bias_correction: as above.
-        adapt_undecayed: whether there is a ratio in groups without weight decay. With False, biases and norms, given to
-            such a group, are stepped as by AdamW (NVIDIA apex's rule).
+        adapt_undecayed: whether groups without weight decay have a trust ratio. With False, biases and norms in such a
+            group are stepped as by AdamW (NVIDIA apex's rule).
         max_trust_ratio: the largest ratio ‖p‖ / ‖r‖.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
@@ -79,7 +79,7 @@ class DistributedLamb(DistributedOptimizer):
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
 
     def rule(self, batch: Batch) -> Rule:
-        yield []  # the norms are of a direction for which the moments have to move
+        yield []  # the norms are of the new direction, so the moments change before them
         options, lr = batch.options, float(batch.options["lr"])
         numbers: dict[str, Any] = {
             "betas": options["betas"],
@@ -102,17 +102,17 @@ class DistributedLamb(DistributedOptimizer):
             directions=directions,
             **numbers,
         )
-        (squares,) = yield [Sum(squares.float(), batch.matrices)]  # (matrices, 2): of weights and of directions
+        (squares,) = yield [Sum(squares.float(), batch.logical_params)]  # (parameters, 2): of weights and of directions
         norms = squares.sqrt()
-        ratios = (norms[:, 0] / norms[:, 1]).clamp(max=options["max_trust_ratio"])
+        trust_ratios = (norms[:, 0] / norms[:, 1]).clamp(max=options["max_trust_ratio"])
         adapted = (norms > 0).all(dim=1) & bool(options["adapt_undecayed"] or options["weight_decay"])
-        rates = lr * torch.where(adapted, ratios, 1)
+        step_sizes = lr * torch.where(adapted, trust_ratios, 1)
         for indices, params, masters in batch.for_kernels():
             bmt_kernels.lamb_update(
                 params,
                 batch.state("exp_avg", indices),
                 batch.state("exp_avg_sq", indices),
-                rates if len(indices) == len(batch) else torch.stack([rates[i] for i in indices]),
+                step_sizes if len(indices) == len(batch) else torch.stack([step_sizes[i] for i in indices]),
                 masters=masters,
                 directions=None if directions is None else batch.pick(directions, indices),
                 **numbers,

@@ -1,4 +1,4 @@
-"""Cross entropy over logits that are whole, or split over tensor-parallel ranks along the vocabulary."""
+"""Cross entropy over logits that are unsharded, or sharded over tensor-parallel ranks along the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _REDUCTIONS = ("none", "mean", "sum")
 class FusedCrossEntropy(nn.Module):
     """``torch.nn.CrossEntropyLoss`` for logits (N, V) and class indices (N,), computed in fp32 or wider.
 
-    ``weight``, ``ignore_index``, ``reduction`` and ``label_smoothing`` mean what they mean there; as there,
-    the mean over no element (all targets ignored) is NaN. Half-precision logits give an fp32 loss and a
-    gradient of their own dtype. For the backward only the logits themselves are kept: see
-    ``bmt_kernels.cross_entropy``.
+    ``weight``, ``ignore_index``, ``reduction`` and ``label_smoothing`` are those of torch. As in torch, the mean over
+    no element (all targets ignored) is NaN. Half-precision logits give an fp32 loss and a gradient of their own
+    dtype. Only the logits are kept for backward: see ``bmt_kernels.cross_entropy``.
 
     Args:
         weight: (V,), a factor for each class.
@@ -27,9 +26,9 @@ class FusedCrossEntropy(nn.Module):
         reduction: "none" for a loss per row (N,), "mean" or "sum".
         label_smoothing: how much of the target, in [0, 1], is spread evenly over all classes.
         parallel: the logits are this tensor-parallel rank's columns (N, V_local) of the vocabulary, in rank
-            order, and the targets are the same on every rank. Every rank gets the whole loss, and the
-            gradient of that one loss with respect to its columns.
-        comm: the ranks that split the vocabulary; by default the context's tensor-parallel ones.
+            order, and the targets are the same on every rank. Every rank gets the loss over the vocabulary,
+            and the gradient of that one loss with respect to its columns.
+        comm: the ranks that shard the vocabulary; by default the context's tensor-parallel ones.
 
     Raises:
         ValueError: an unknown reduction, or label smoothing out of range.
@@ -92,14 +91,14 @@ class FusedCrossEntropy(nn.Module):
         start, vocab = self._my_columns(input.shape[1], comm)
 
         def gather(statistics: Tensor) -> Tensor:
-            everyones = statistics.new_empty(comm.size, *statistics.shape)
-            comm.all_gather(everyones, statistics)
-            return everyones
+            gathered = statistics.new_empty(comm.size, *statistics.shape)
+            comm.all_gather(gathered, statistics)
+            return gathered
 
         return parallel_cross_entropy(input, target, gather, vocab_start=start, vocab_size=vocab, **settings)
 
     def _my_columns(self, width: int, comm: Communicator) -> tuple[int, int]:
-        """The first column of this rank, and the size of the vocabulary; asked of the others once per width."""
+        """The first column of this rank, and the size of the vocabulary. A collective, once per width."""
         if self._columns is None or self._columns[0] != width:
             widths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(widths, torch.tensor([width], device=comm.device))

@@ -1,4 +1,4 @@
-"""Losses that are far above those before them."""
+"""Detection of losses that are far above those before them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LossSpikes:
         self.losses: deque[float] = deque(maxlen=window)
 
     def found(self, loss: float) -> bool:
-        """Whether ``loss`` is a spike. If it is none, it counts for those that follow."""
+        """Whether ``loss`` is a spike. A loss that is none counts for those that follow."""
         if not math.isfinite(loss):
             return True
         if len(self.losses) == self.losses.maxlen:

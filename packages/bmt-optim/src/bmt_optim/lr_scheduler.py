@@ -1,7 +1,7 @@
 """Learning-rate schedules: a linear warm-up, then a decay.
 
-With w = ``warmup_iter``, e = ``end_iter``, s = ``start_lr``, the rate at iteration n is s·n/w while n < w, and
-from then on
+With w = ``warmup_iter``, e = ``end_iter``, s = ``start_lr``, the rate at iteration n is s·n/w while n < w. From then on
+it is
 
 =============  ===============================================
 NoDecay        s
@@ -11,9 +11,9 @@ Cosine         s·(1+cos(π·(n-w)/(e-w)))/2, 0 from e on
 Exponential    s·γ^(n-w)
 =============  ===============================================
 
-A scheduler sets the rate for ``num_iter`` when it is made, so the optimizer's first step after ``num_iter=0``
-uses n = 0; each :meth:`~WarmupLRScheduler.step` moves to the next iteration. They work with any optimizer
-that has ``param_groups``.
+A scheduler sets the rate for ``num_iter`` when it is made, so the optimizer's first step after ``num_iter=0`` uses
+n = 0. Each :meth:`~WarmupLRScheduler.step` moves to the next iteration. Schedulers work with any optimizer that has
+``param_groups``.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Noam(WarmupLRScheduler):
         return self.start_lr * num_iter / self.warmup_iter**1.5
 
     def get_lr_decay(self, num_iter: float) -> float:
-        # Without a warm-up iteration 0 comes here; it gets the rate of iteration 1.
+        # Without a warm-up, this is called for iteration 0, which gets the rate of iteration 1.
         return self.start_lr / math.sqrt(max(num_iter, 1))
 
 

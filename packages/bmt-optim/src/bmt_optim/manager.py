@@ -47,40 +47,40 @@ class OptimManager:
             manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
             manager.step()
 
-    Optimizers and schedulers may be ours or torch's. One whose ``step`` takes ``scale`` (ours do) divides the
-    gradients by it itself; for any other the gradients are divided in place just before its step, which
-    loses small values where they are fp16.
+    Optimizers and schedulers may be ours or torch's. An optimizer whose ``step`` takes ``scale`` (ours do) divides the
+    gradients by it. For any other the gradients are divided in place just before its step, which loses small values
+    where they are fp16.
 
     The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag. Where all
-    optimizers are Adams of ours, their kernels read it on the device, and the host when they have been queued: the
-    device does not wait for the host. With ``reads_late`` the host reads it at the next :meth:`backward` at the latest.
-    Otherwise it rides in the first round of those optimizers that are a :class:`DistributedOptimizer`, which step
-    together: where the round goes over all ranks, the flag costs no collective of its own. The gradient norm does
-    not ride there, for what optimizers communicate depends on gradients that have been clipped; but it tells of
-    overflow, too, so that gradients which :meth:`clip_grad_norm` has seen are not looked at again.
+    optimizers are Adams of ours, their kernels read the flag on the device. The host reads it when they have been
+    queued, so that the device does not wait for the host. With ``reads_late`` the host reads it at the next
+    :meth:`backward` at the latest. Otherwise the flag is sent with the first round of the optimizers that are a
+    :class:`DistributedOptimizer`, which step together. Where that round goes over all ranks, the flag costs no
+    collective of its own. The gradient norm has its own reductions, because what optimizers communicate depends on
+    clipped gradients. It shows overflow, too: gradients that :meth:`clip_grad_norm` has seen are not searched again.
 
     Args:
         loss_scale: the first loss scale; ``None``: no loss scale, and no check for overflow.
         loss_scale_factor: by which the scale falls on overflow and grows again.
         loss_scale_steps: good steps in a row after which it grows.
         min_loss_scale, max_loss_scale: its bounds.
-        grad_scale: what the loss is divided by; by default the number of data-parallel replicas, so that
-            gradients which are summed over replicas are their mean, and 1 if the parameters are those of FSDP2 or of
-            :func:`bmt_zero.fully_shard`, whose gradients are means. Of parameters that nobody shards nothing is known:
-            with several replicas, give 1 where gradients are averaged, as DDP does.
+        grad_scale: what the loss is divided by. The default is the number of data-parallel replicas, so that
+            gradients that are summed over replicas become means, and 1 for parameters of FSDP2 or of
+            :func:`bmt_zero.fully_shard`, whose gradients are means. It must be given with several replicas and
+            parameters that are not sharded: 1 where gradients are averaged, as DDP does.
         skip_non_finite: whether all ranks skip a step if a gradient on any rank is inf or NaN; by default if there is
             a loss scale. Without a loss scale, this costs what the overflow check costs.
         max_skipped_steps: as many steps in a row are skipped; :meth:`step` raises at the next one.
         reads_late: :meth:`step` does not wait for the overflow flag where kernels read it on the device. Schedulers are
-            then stepped, and steps counted or skipped, when :meth:`settle` is called: by ``backward``, ``scale_loss``,
-            ``clip_grad_norm``, ``reject_step``, ``step``, the methods that save and load state, also those of the
-            optimizers, and whoever reads ``loss_scale`` or ``optimizers``; or by the script, before it reads a learning
-            rate, or saves a scheduler by itself. A step that is skipped leaves its gradients to ``zero_grad``.
+            then stepped, and steps counted or skipped, when :meth:`settle` is called. ``backward``, ``scale_loss``,
+            ``clip_grad_norm``, ``reject_step``, ``step``, the methods that save and load state (also those of the
+            optimizers) and reading ``loss_scale`` or ``optimizers`` call it. The script must call it before it reads a
+            learning rate or saves a scheduler by itself. A skipped step leaves its gradients to ``zero_grad``.
         context: the ranks that step together; by default the process-wide context.
 
     Attributes:
-        loss_scale: the loss scale now; 1 without one.
-        grad_norm: what the last :meth:`clip_grad_norm`, or ``step(max_norm=...)``, found; ``None`` before.
+        loss_scale: the current loss scale; 1 without one.
+        grad_norm: the norm that the last :meth:`clip_grad_norm`, or ``step(max_norm=...)``, computed; ``None`` before.
         steps_since_last_scale: good steps since it last changed.
         skipped_steps: how many steps were skipped in a row, up to now.
 
@@ -104,8 +104,8 @@ class OptimManager:
         context: ParallelContext | None = None,
     ) -> None:
         self.context = current_context() if context is None else context
-        self._compared = False  # the optimizers with those of the other ranks
-        self._apart = False  # whether all ranks step each optimizer by itself, as there are hooks on some
+        self._compared = False  # whether the optimizers have been compared with those of the other ranks
+        self._apart = False  # whether all ranks step each optimizer by itself, because some ranks have hooks
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -134,7 +134,7 @@ class OptimManager:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self._grad_scale = grad_scale
-        self._found_grad_scale: float | None = None
+        self._inferred_grad_scale: float | None = None
         use_scaler(self)
         self.steps_since_last_scale = 0
         self.skip_non_finite = bool(skip_non_finite)
@@ -142,13 +142,13 @@ class OptimManager:
         self.skipped_steps = 0
         self.reads_late = reads_late
         self.grad_norm: Tensor | None = None
-        self._pending: tuple[HostCopy, list[Step], Communication] | None = None  # a step, and whether it overflowed
+        self._pending: tuple[HostCopy, list[Step], Communication] | None = None  # the last step, and its overflow flag
         self._rejected = ""
         self._optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
         self.lr_schedulers: list[Any] = []
         self._unscale_themselves: list[bool] = []
-        # For each norm of the gradients at hand 1 where it is not finite, though perhaps every element is; and the
-        # parameters over which these norms were.
+        # For each norm of the current gradients 1 if it is not finite (though every element may be), and the parameters
+        # of these norms.
         self._bad_norms: list[Tensor] = []
         self._in_norms: set[Tensor] = set()
 
@@ -167,12 +167,12 @@ class OptimManager:
                 optimizer says the same.
 
         Raises:
-            TypeError: parameters are sharded, and this optimizer would be wrong, or may be for all that is known.
+            TypeError: parameters are sharded, and this optimizer would be wrong, or is not known to be right.
             ValueError: it cannot be converted as it is.
         """
         optimizer = distributed_where_needed(optimizer, elementwise)
         self.optimizers.append(optimizer)
-        self._found_grad_scale = None
+        self._inferred_grad_scale = None
         self.lr_schedulers.append(lr_scheduler)
         # Steps of other libraries may have an argument ``scale`` of another meaning.
         is_ours = isinstance(optimizer, DistributedOptimizer) or getattr(optimizer, "_bmtrain_optimizer", False)
@@ -187,9 +187,9 @@ class OptimManager:
         """
         if self._grad_scale is not None:
             return self._grad_scale
-        if self._found_grad_scale is None:
-            self._found_grad_scale = scale_for_means(self._params(), self.context)
-        return self._found_grad_scale
+        if self._inferred_grad_scale is None:
+            self._inferred_grad_scale = scale_for_means(self._params(), self.context)
+        return self._inferred_grad_scale
 
     @grad_scale.setter
     def grad_scale(self, value: float) -> None:
@@ -203,7 +203,7 @@ class OptimManager:
         Raises:
             ValueError: see :attr:`grad_scale`.
         """
-        self._forget_norms()  # for gradients are going to change
+        self._forget_norms()  # gradients are going to change
         scale = self.loss_scale
         scaled = loss * (scale / self.grad_scale)
         if self.loss_scale_enabled:
@@ -220,11 +220,11 @@ class OptimManager:
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill every gradient with zeros, or drop it.
 
-        A parameter that the next backward does not use then has a gradient of zeros, and goes on to decay and to follow
-        its momentum; a gradient that was dropped leaves it as it is, as torch's ``zero_grad()`` does.
+        A parameter that the next backward does not use keeps a gradient of zeros: weight decay and momentum still
+        change it. With a dropped gradient it does not change, as after torch's ``zero_grad()``.
         """
         self._forget_norms()
-        for optimizer in self._optimizers:  # a step that is not settled may stay so
+        for optimizer in self._optimizers:  # not ``optimizers``, which would settle the step
             optimizer.zero_grad(set_to_none=set_to_none)
         note_scale(self._params(), None)
 
@@ -241,10 +241,10 @@ class OptimManager:
     ) -> Tensor:
         """Scale gradients in place so that their norm, freed of the loss scale, is at most ``max_norm``.
 
-        The norm is over all elements of all logical parameters, each counted once however it is sharded,
-        split or replicated. All ranks must call this with the same parameters. Gradients whose norm is not
-        finite are left as they are, and :meth:`step` will see an overflow. To gradients whose norm is finite
-        nothing may be added any more, but by a backward pass through :meth:`backward` or :meth:`scale_loss`.
+        The norm is over all elements of all logical parameters. Each element counts once, however it is sharded or
+        replicated. All ranks must call this with the same parameters. Gradients whose norm is not finite do not
+        change, and :meth:`step` will see an overflow. If the norm is finite, only a backward pass through
+        :meth:`backward` or :meth:`scale_loss` may add to the gradients afterwards.
 
         Args:
             param_groups: ``optimizer.param_groups``, or parameters.
@@ -267,7 +267,7 @@ class OptimManager:
     def _clip_factor(
         self, params: Sequence[Tensor], max_norm: float, norm_type: float | str, eps: float = 1e-6
     ) -> tuple[Tensor, list[Tensor]]:
-        """What clips the gradients of ``params``, 0-dim fp32, and this rank's gradients in flat tensors."""
+        """The factor that clips the gradients of ``params``, 0-dim fp32, and this rank's gradients in flat tensors."""
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type!r} is not a norm; choose a number above 0 or inf")
@@ -283,20 +283,20 @@ class OptimManager:
         return factor.float(), grads
 
     def reject_step(self, reason: str) -> None:
-        """Let all ranks skip the next step, though perhaps only this rank calls this: for a loss that is a spike, say.
+        """Let all ranks skip the next step, also if only this rank calls this: for a loss that is a spike, say.
 
         Args:
             reason: is printed by this rank.
 
         Raises:
-            RuntimeError: this manager has neither a loss scale nor ``skip_non_finite``, so ranks tell each other
-                nothing before a step.
+            RuntimeError: this manager has neither a loss scale nor ``skip_non_finite``, so ranks exchange nothing
+                before a step.
         """
         if not self._checks:
             raise RuntimeError(
                 "reject_step: ranks do not agree on steps; make the OptimManager with skip_non_finite=True"
             )
-        self.settle()  # a rejection is of the step after the one that is pending
+        self.settle()  # the step after the pending one is rejected
         self._rejected = reason
 
     def _check_settings(self) -> None:
@@ -338,9 +338,9 @@ class OptimManager:
         :meth:`reject_step`, makes all ranks skip the step, fill the gradients with zeros and divide the loss scale.
 
         Args:
-            max_norm: clip the gradients of all optimizers, as :meth:`clip_grad_norm` does, which this saves a pass over
-                them: optimizers of ours clip as they read, and the gradients stay as they are. Those of optimizers that
-                have step hooks, or are of others, are scaled in place. The norm is ``grad_norm``.
+            max_norm: clip the gradients of all optimizers. Unlike :meth:`clip_grad_norm`, this takes no pass over the
+                gradients: our optimizers clip as they read, and the gradients do not change. Gradients of optimizers
+                with step hooks, and of others' optimizers, are scaled in place. The norm is ``grad_norm``.
             norm_type: as in :meth:`clip_grad_norm`.
 
         Returns:
@@ -357,11 +357,11 @@ class OptimManager:
             self._compared = True
             self._check_settings()
         note_step()
-        with torch.no_grad():  # but optimizers of others may differentiate in their steps
+        with torch.no_grad():  # not around steps: others' optimizers may differentiate in them
             factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
             flag = self._overflow() if self._checks else None
         together = [] if self._apart else [each for each in self._optimizers if steps_with_others(each)]
-        # Of the same collective on all ranks, whatever hooks and devices there are on some.
+        # Decides on a collective, so it must not depend on hooks and devices, which ranks may have differently.
         alike = flag is not None and all(getattr(each, "takes_found_inf", False) for each in self._optimizers)
         if flag is not None and alike:
             with named_range("optimizer round", 0):
@@ -386,7 +386,7 @@ class OptimManager:
         return True
 
     def settle(self) -> bool:
-        """Wait until it is known whether the last step was taken, and count or skip it. Whether it was taken.
+        """Wait until it is known whether the last step was taken, and count or skip it. Returns whether it was taken.
 
         Raises:
             RuntimeError: more than ``max_skipped_steps`` steps were skipped in a row.
@@ -422,7 +422,7 @@ class OptimManager:
         return all(p.device == flag.device for group in groups for p in group["params"])
 
     def _count(self) -> None:
-        """What follows a step that was taken."""
+        """Step the schedulers and the loss scale after a step that was taken."""
         self.skipped_steps = 0
         for scheduler in self.lr_schedulers:
             if scheduler is not None:
@@ -439,7 +439,7 @@ class OptimManager:
         return self.loss_scale_enabled or self.skip_non_finite
 
     def _step_alone(self, optimizers: Sequence[tuple[Any, bool]], factor: Tensor | None) -> None:
-        """Step optimizers one by one, each of which unscales its gradients or does not. They may share parameters."""
+        """Step (optimizer, whether it unscales its gradients) one by one. They may share parameters."""
         if factor is not None:
             scale_grads(
                 local_grads(_parameters(group for each, _ in optimizers for group in each.param_groups)), factor
@@ -461,7 +461,7 @@ class OptimManager:
                 optimizer.step()
 
     def _overflow(self) -> Tensor:
-        """1 if this rank has found an inf or a NaN in the gradients, or in their norm, or rejects the step; else 0."""
+        """1 if the gradients of this rank, or their norm, have an inf or a NaN, or it rejects the step; else 0."""
         unseen = [p for p in self._params() if p not in self._in_norms]
         flag = overflow_here(local_grads(unseen), self.context, self._bad_norms)
         self._forget_norms()
@@ -472,7 +472,7 @@ class OptimManager:
         self._in_norms.clear()
 
     def _skip(self) -> None:
-        """Prepare the next step in place of the one that is not taken."""
+        """Drop the gradients and lower the loss scale, for a step that is not taken."""
         if not self.reads_late:
             self.zero_grad()
         self.skipped_steps += 1
@@ -570,7 +570,7 @@ class OptimManager:
         self.load_trainer_state(state_dict)
 
     def _without_upstream(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``state_dict`` with the optimizers' states of BMTrain 1.0, if there are some, in our form."""
+        """``state_dict`` with optimizer states of BMTrain 1.0, if any, converted to our form."""
         saved = state_dict.get("optimizers", ())
         if len(saved) != len(self.optimizers) or not any(is_upstream(each) for each in saved):
             return state_dict
@@ -607,7 +607,7 @@ def gathers(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _takes(optimizer: torch.optim.Optimizer, method: str, name: str) -> bool:
-    """Whether a method, which may be that of the optimizer that this one stands for, has a parameter ``name``."""
+    """Whether a method has a parameter ``name``. It may be that of the optimizer that this one stands for."""
     return name in inspect.signature(getattr(optimizer, method)).parameters
 
 
@@ -615,8 +615,7 @@ def _parameters(param_groups: Iterable[Mapping[str, Any]] | Iterable[Tensor] | T
     """The parameters, each once."""
     if isinstance(param_groups, Tensor):
         return [param_groups]
-    found: dict[Tensor, None] = {}
+    params: dict[Tensor, None] = {}
     for item in param_groups:
-        for param in [item] if isinstance(item, Tensor) else item["params"]:
-            found[param] = None
-    return list(found)
+        params.update(dict.fromkeys([item] if isinstance(item, Tensor) else item["params"]))
+    return list(params)

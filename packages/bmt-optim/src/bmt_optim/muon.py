@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised. Each matrix is put together and orthogonalised by one of the ranks that share it."""
+"""Muon: orthogonalised momentum. One of the ranks that share a matrix gathers and orthogonalises it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bmt_comm import Slice, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .moments import adamw_rule
 from .options import check_betas, check_not_negative, declared, with_defaults
-from .requests import Own, Return, Rule
+from .requests import GatherToOwner, Rule, Scatter
 from .state_layout import StateTensor, like_parameter
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -32,19 +32,19 @@ _POLAR_EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-_MOVED = torch.bfloat16
-"""In which updates go to the owners of matrices, and results come back."""
+_SENT_DTYPE = torch.bfloat16
+"""In which updates are gathered to the owners of matrices, and results scattered."""
 
-_WORTH_HALVES = 1024
-"""From so many rows on, half of the symmetric products in fp32 on the CPU takes a sixth to a quarter less time."""
-_SAFE = [1.01**2, *[1.01] * 6]  # by as much smaller numbers are expected; the first time by that of the norm, too
+_MIN_SYMMETRIC_ROWS = 1024
+"""From this number of rows on, :func:`_symmetric_product` takes a sixth to a quarter less time, in fp32 on the CPU."""
+_SAFE = [1.01**2, *[1.01] * 6]  # the expected numbers are smaller by these factors; the first is for the norm, too
 POLAR_EXPRESS: tuple[Triple, ...] = (
     *((a / safe, b / safe**3, c / safe**5) for (a, b, c), safe in zip(_POLAR_EXPRESS, _SAFE)),
     (1.875, -1.25, 0.375),
 )
 """``ns_coefficients`` of Polar Express (Amsel et al., `arXiv:2505.16932 <https://arxiv.org/abs/2505.16932>`_).
 
-Those of its algorithm 1, whose margin for rounding is in them: the best for each step."""
+They are those of its algorithm 1, the best for each step, and include its margin for rounding."""
 
 
 class Muon(DistributedOptimizer):
@@ -60,17 +60,17 @@ class Muon(DistributedOptimizer):
     ``None``) and 0.2·√max(R, C) for "match_rms_adamw" (Liu et al., `arXiv:2502.16982
     <https://arxiv.org/abs/2502.16982>`_).
 
-    A parameter of three dimensions (experts, R, C) is one matrix per expert. One of more is a convolution's weight
-    (out, in, …), and the matrix (out, rest). With ``parts`` the rows of a matrix are so many matrices of equal height,
-    such as the three of a fused QKV weight, or its heads.
+    A parameter of three dimensions (experts, R, C) is one matrix per expert. A parameter of more dimensions is a
+    convolution's weight (out, in, …), and is the matrix (out, rest). ``parts`` is the number of matrices of equal
+    height that the rows of one are divided into, such as the three of a fused QKV weight, or its heads.
 
     Groups with ``use_muon=False`` have AdamW: for embeddings, the output head and vectors (see
     :func:`get_muon_param_groups`). Their options are ``lr`` (3e-4 unless given), ``betas`` (0.9, 0.95), ``eps`` (1e-10)
     and ``weight_decay`` (0).
 
-    A step has two rounds: u goes to the matrix's owner, in bf16, which orthogonalises it and sends the result
-    back. Owners have about equal numbers of floating-point operations. A matrix that one rank holds (a head or an
-    expert, too) is orthogonalised there and not sent. Ranks that replicate a parameter (ZeRO-0, hybrid sharding; DDP
+    A step has two rounds: u is gathered to the matrix's owner in bf16. The owner orthogonalises it and scatters the
+    result. Owners have about equal numbers of floating-point operations. A matrix that one rank holds (also a head or
+    an expert) is orthogonalised there and not sent. Ranks that replicate a parameter (ZeRO-0, hybrid sharding; DDP
     after :meth:`~DistributedOptimizer.share_with_replicas`) divide its matrices among them, and send results in bf16.
 
     Args:
@@ -78,7 +78,7 @@ class Muon(DistributedOptimizer):
         lr, weight_decay, momentum, nesterov: as in the formula.
         ns_coefficients, eps, ns_steps: see :func:`orthogonalised`.
         adjust_lr_fn: "original", "match_rms_adamw" or ``None``.
-        parts: how many matrices the rows of one are.
+        parts: the number of matrices that the rows of one matrix are divided into.
         use_muon: False: AdamW.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
@@ -109,7 +109,7 @@ class Muon(DistributedOptimizer):
         super().__init__(params, declared(locals()), stochastic_rounding)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
+        """Add parameters. With ``use_muon=False`` among the options, AdamW steps them (see the class)."""
         with_muon = param_group.get("use_muon", self.defaults["use_muon"])
         super().add_param_group(param_group if with_muon else with_defaults(param_group, _ADAM))
 
@@ -145,7 +145,7 @@ class Muon(DistributedOptimizer):
         return options["ns_steps"] * (4.0 * small * small * large + 2.0 * small**3) * count
 
     def height(self, where: Slice, options: Mapping[str, Any]) -> int:
-        """Heads and experts are matrices apart."""
+        """The rows of a head or an expert: each is a matrix of its own."""
         if not options["use_muon"]:
             return 0
         count, rows = _matrices(where.shape, options["parts"])[0], where.tp_shard_rows
@@ -154,8 +154,8 @@ class Muon(DistributedOptimizer):
         return rows // count if count > 1 else 0
 
     def check_state(self, batch: Batch) -> None:
-        for m in batch.matrices:
-            if m.parts and self.height(m.where, batch.options) != m.parts[0].where.shape[0]:
+        for p in batch.logical_params:
+            if p.parts and self.height(p.where, batch.options) != p.parts[0].where.shape[0]:
                 raise ValueError(
                     f"parts={batch.options['parts']!r} or use_muon was changed after the first step, which has given "
                     "the parts to ranks; set it back, or make a new optimizer"
@@ -165,30 +165,30 @@ class Muon(DistributedOptimizer):
         return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)
 
     def _muon(self, batch: Batch) -> Rule:
-        options, matrices = batch.options, batch.matrices
+        options, params = batch.options, batch.logical_params
         momentum, buffers = options["momentum"], batch.state("momentum_buffer")
         updates = []
         for i, buffer in enumerate(buffers):
             grad = batch.fp32_grad(i)
-            moved = torch.lerp(buffer, grad, 1 - momentum)
-            update = torch.lerp(grad, moved, momentum) if options["nesterov"] else moved
-            updates.append(update.to(_MOVED))
-        parts = [matrix.parts or [matrix] for matrix in matrices]
-        flat = [part for several in parts for part in several]
-        pieces = [piece for update, several in zip(updates, parts) for piece in _pieces(update, several)]
-        (wholes,) = yield [Own(pieces, flat)]
+            average = torch.lerp(buffer, grad, 1 - momentum)
+            update = torch.lerp(grad, average, momentum) if options["nesterov"] else average
+            updates.append(update.to(_SENT_DTYPE))
+        parts = [logical.parts or [logical] for logical in params]
+        flat = [part for of_param in parts for part in of_param]
+        shards = [shard for update, of_param in zip(updates, parts) for shard in _split_by_parts(update, of_param)]
+        (gathered,) = yield [GatherToOwner(shards, flat)]
         for i, buffer in enumerate(buffers):
             buffer.lerp_(batch.fp32_grad(i), 1 - momentum)
         settings = options["ns_coefficients"], options["ns_steps"], options["eps"]
-        sizes = [_matrices(m.where.shape, options["parts"]) for m in matrices]
-        remaining = iter(wholes)
-        found: list[Tensor | None] = []
-        for size, several in zip(sizes, parts):
-            found += _orthogonalised_parts([next(remaining) for _ in several], size, settings)
-        (returned,) = yield [Return(found, flat, _MOVED)]
-        results = iter(returned)
-        for i, (update, several) in enumerate(zip(updates, parts)):
-            taken = [next(results).reshape(-1) for _ in several]
+        sizes = [_matrices(p.where.shape, options["parts"]) for p in params]
+        remaining = iter(gathered)
+        results: list[Tensor | None] = []
+        for size, of_param in zip(sizes, parts):
+            results += _orthogonalised_parts([next(remaining) for _ in of_param], size, settings)
+        (scattered,) = yield [Scatter(results, flat, _SENT_DTYPE)]
+        remaining = iter(scattered)
+        for i, (update, of_param) in enumerate(zip(updates, parts)):
+            taken = [next(remaining).reshape(-1) for _ in of_param]
             updates[i] = (taken[0] if len(taken) == 1 else torch.cat(taken)).view(update.shape)
         lr = float(options["lr"])
         for indices, weights in batch.writable():
@@ -203,12 +203,12 @@ def orthogonalised(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> Tensor:
-    """About U·Vᵀ, where U·S·Vᵀ is the singular value decomposition of ``matrix``.
+    """An approximation of U·Vᵀ, where U·S·Vᵀ is the singular value decomposition of ``matrix``.
 
     With (a, b, c) = ``coefficients``, X = ``matrix`` divided by its norm (by ``eps`` if that is larger), and ``steps``
     times X ← aX + (bA + cA²)X where A = XXᵀ. The default coefficients leave singular values between about 0.5 and
-    1.5, the fastest way there. They may differ by step: a sequence, such as :data:`POLAR_EXPRESS`, of which further
-    steps repeat the last.
+    1.5, and take the fewest steps. They may differ by step: a sequence, such as :data:`POLAR_EXPRESS`, whose last
+    element further steps repeat.
 
     Args:
         matrix: of shape (R, C), or several, (matrices, R, C). Only read.
@@ -221,52 +221,52 @@ def orthogonalised(
     tall = matrix.shape[-2] > matrix.shape[-1]
     if tall:
         x = x.mT
-    together = x.dim() == 3
-    add = torch.baddbmm if together else torch.addmm
-    x.div_((x.norm(dim=(-2, -1), keepdim=True) if together else x.norm()).clamp(min=eps))
-    halves = x.dtype is torch.float32 and x.device.type == "cpu" and x.shape[-2] >= _WORTH_HALVES
+    batched = x.dim() == 3
+    add = torch.baddbmm if batched else torch.addmm
+    x.div_((x.norm(dim=(-2, -1), keepdim=True) if batched else x.norm()).clamp(min=eps))
+    symmetric = x.dtype is torch.float32 and x.device.type == "cpu" and x.shape[-2] >= _MIN_SYMMETRIC_ROWS
     for step in range(steps):
         a, b, c = triples[min(step, len(triples) - 1)]
-        if halves:
+        if symmetric:
             gram = _symmetric_product(x, x.mT)
             gram = _symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
         else:
             gram = x @ x.mT
             gram = add(gram, gram, gram, beta=b, alpha=c)
         x = add(x, gram, x, beta=a)
-    return (x.mT if tall else x).to(_MOVED).reshape(matrix.shape)
+    return (x.mT if tall else x).to(_SENT_DTYPE).reshape(matrix.shape)
 
 
 def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y``, which is symmetric: five eighths of it, in rows of blocks up to the diagonal, are computed."""
+    """``x @ y``, which is symmetric. Only five eighths are computed: rows of blocks up to the diagonal."""
     rows = x.shape[-2]
     height = -(-rows // 4)
-    found = x.new_empty(*x.shape[:-1], rows)
+    product = x.new_empty(*x.shape[:-1], rows)
     for start in range(0, rows, height):
         stop = min(start + height, rows)
         strip = x[..., start:stop, :] @ y[..., :stop]
-        found[..., start:stop, :stop] = strip
-        found[..., :start, start:stop] = strip[..., :start].mT
-    return found
+        product[..., start:stop, :stop] = strip
+        product[..., :start, start:stop] = strip[..., :start].mT
+    return product
 
 
-def _pieces(update: Tensor, parts: Sequence[Matrix]) -> list[Tensor]:
-    """A matrix's local values by its parts."""
+def _split_by_parts(update: Tensor, parts: Sequence[LogicalParam]) -> list[Tensor]:
+    """The local values of a parameter, by its parts."""
     sizes = [part.where.numel for part in parts]
-    return [piece.view(part.where.local_shape) for piece, part in zip(update.reshape(-1).split(sizes), parts)]
+    return [shard.view(part.where.local_shape) for shard, part in zip(update.reshape(-1).split(sizes), parts)]
 
 
 def _orthogonalised_parts(
     parts: Sequence[Tensor | None], size: tuple[int, int, int], settings: tuple[Any, ...]
 ) -> list[Tensor | None]:
-    """Those parts of a parameter that are here, all at once."""
+    """The parts of a parameter that this rank owns, orthogonalised in one batch; ``None`` for the others."""
     here = [part for part in parts if part is not None]
     if not here or not here[0].numel():
-        return [None if part is None else part.to(_MOVED) for part in parts]
-    together = torch.stack(here)
-    results = orthogonalised(together.view(size[1:] if size[0] == 1 else (-1, *size[1:])), *settings)
-    found = iter(results.reshape(together.shape))
-    return [None if part is None else next(found) for part in parts]
+        return [None if part is None else part.to(_SENT_DTYPE) for part in parts]
+    stacked = torch.stack(here)
+    results = orthogonalised(stacked.view(size[1:] if size[0] == 1 else (-1, *size[1:])), *settings)
+    remaining = iter(results.reshape(stacked.shape))
+    return [None if part is None else next(remaining) for part in parts]
 
 
 def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
@@ -285,13 +285,13 @@ def _check_matrices(shape: Sequence[int], parts: int) -> None:
 
 
 def _matrices(shape: Sequence[int], parts: int) -> tuple[int, int, int]:
-    """How many matrices a parameter is, and the rows and columns of each."""
+    """The number of matrices of a parameter, and the rows and columns of each."""
     experts, rows = (shape[0], shape[1]) if len(shape) == 3 else (1, shape[0])
     return experts * parts, rows // parts, math.prod(shape[2 if len(shape) == 3 else 1 :])
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
-    """bf16; fp32 on CPUs for which torch has no fast matrix product in bf16. There bf16 takes some 40 times as long."""
+    """bf16, or fp32 on CPUs without fast matrix products in bf16, where bf16 takes about 40 times as long."""
     if device.type != "cpu":
         return torch.bfloat16
     fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -309,24 +309,24 @@ def get_muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for :class:`Muon`: the hidden matrices; embeddings and the output head; vectors.
 
-    Embeddings are the parameters of modules with a class named ``…Embedding…``. A matrix of the shape of
-    the largest of them is an output head. They have AdamW, and so have parameters of three dimensions without "expert"
-    in their names (position embeddings of images, weights of ``Conv1d``), and vectors, without decay.
+    Embeddings are the parameters of modules whose class is named ``…Embedding…``. A matrix of the shape of the largest
+    of them is an output head. AdamW steps them, parameters of three dimensions without "expert" in their names
+    (position embeddings of images, weights of ``Conv1d``), and vectors. Vectors are not decayed.
 
     Args:
         model: sharded or not.
-        adam: options of the groups that have AdamW (see :class:`Muon`).
-        also_adam: parts of the names of further parameters that are to have AdamW.
+        adam: options of the AdamW groups (see :class:`Muon`).
+        also_adam: parts of the names of further parameters for AdamW.
     """
     modules = [m for m in model.modules() if "Embedding" in type(m).__name__]
-    apart = {id(p): slice_of(p).shape for m in modules for p in m.parameters(recurse=False)}
-    vocabulary = max((shape for shape in apart.values() if len(shape) == 2), default=None)
+    embeddings = {id(p): slice_of(p).shape for m in modules for p in m.parameters(recurse=False)}
+    vocabulary = max((shape for shape in embeddings.values() if len(shape) == 2), default=None)
     hidden: list[Tensor] = []
     ends: list[Tensor] = []
     vectors: list[Tensor] = []
     for name, param in model.named_parameters():
         shape = slice_of(param).shape
-        at_end = id(param) in apart or shape == vocabulary or any(part in name for part in also_adam)
+        at_end = id(param) in embeddings or shape == vocabulary or any(part in name for part in also_adam)
         at_end |= len(shape) == 3 and "expert" not in name.lower()
         (vectors if len(shape) < 2 else ends if at_end else hidden).append(param)
     rest = {"use_muon": False, **(adam or {})}

@@ -1,4 +1,4 @@
-"""Options that many optimizers have: how they are declared, and checks of them."""
+"""Options that many optimizers have: their declaration, and checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def declared(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_conventions(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments that torch's optimizers have, those that are options here.
+    """Those arguments of torch's optimizers that are options here.
 
     Raises:
-        TypeError: an argument is none of them.
-        ValueError: one asks for what there is not.
+        TypeError: torch's optimizers have no such argument.
+        ValueError: an argument asks for something that is not supported.
     """
     for name, value in given.items():
         if name in ("capturable", "differentiable") and value:
@@ -32,7 +32,7 @@ def check_conventions(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``group``, the very dict, which the script may keep, with those options that it does not set."""
+    """Set missing options of ``group`` in place, because the script may keep this dict. Returns it."""
     for name, value in defaults.items():
         group.setdefault(name, value)
     return group

@@ -12,11 +12,11 @@ HISTORY = 100
 
 
 def clip_factors(histories: Sequence[Tensor], squares: Sequence[Tensor], step: int, percentile: int) -> list[Tensor]:
-    """By what each gradient is to be multiplied; its norm goes into its history.
+    """The factor of each gradient. Its norm goes into its history.
 
-    As bitsandbytes did it until it gave it up: of the squared norms of the last 100 steps (of the first one, as long
-    as there are fewer), sorted from the smallest, the one with the index ``percentile`` is the square of the largest
-    norm allowed, and a larger gradient is scaled down to that.
+    This is bitsandbytes' algorithm, which later versions of it no longer have. The squared norms of the last 100 steps
+    (with fewer steps, the first norm in place of the missing ones) are sorted in ascending order. The one with the
+    index ``percentile`` is the square of the largest norm allowed. A larger gradient is scaled down to that norm.
 
     Args:
         histories: per gradient, fp32 of shape (100,): squared norms. Written.

@@ -1,4 +1,4 @@
-"""QK clipping: weights of queries and keys shrink for heads whose attention logits have become too large."""
+"""QK clipping: scale down the query and key weights of heads whose attention logits have become too large."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Layer:
 class QKClip:
     """MuonClip's bound on attention logits (Kimi K2, `arXiv:2507.20534 <https://arxiv.org/abs/2507.20534>`_).
 
-    After a step, for each head whose largest logit in this step, m, is above ``tau``, the rows of the query and of the
-    key weight are multiplied by √(tau/m) each, so that this logit would be ``tau``. Where several heads share a key
-    (grouped queries), the key's rows are multiplied by the smallest of these factors, and each query's by the rest of
-    tau/m. The products of heads within the bound stay as they are. It serves any optimizer
-    whose only copies of weights are ``master`` and ``z`` in its state, as all of this package's are::
+    If the largest logit m of a head in a step is above ``tau``, the rows of its query and key weights are multiplied by
+    √(tau/m) each after the step, so that this logit would be ``tau``. Where several heads share a key (grouped
+    queries), the key's rows are multiplied by the smallest of these factors, and each query's by the rest of tau/m. The
+    products of heads within the bound do not change. It works with any optimizer whose only copies of weights are
+    ``master`` and ``z`` in its state, such as all of this package::
 
         clip = QKClip(optimizer, tau=100.0)
         layer = clip.add([attention.q.weight], [attention.k.weight], heads=16, kv_heads=4, head_dim=64)
@@ -98,7 +98,7 @@ class QKClip:
 
     @torch.no_grad()
     def record(self, layer: int, logits: Tensor, first_head: int = 0) -> None:
-        """Note the largest logits of a forward pass, (heads,). The host does not wait for them.
+        """Record the largest logits of a forward pass, (heads,). The host does not wait for them.
 
         Args:
             layer: its number.
@@ -113,7 +113,7 @@ class QKClip:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Scale what is above the bound, and forget the logits. A collective over ``comm``, after each step."""
+        """Scale the heads above the bound, and drop the logits. A collective over ``comm``, after each step."""
         if not self._layers:
             return
         if hasattr(self.optimizer, "synchronize"):  # its master weights may be on their way to host memory
@@ -140,7 +140,7 @@ class QKClip:
         per_row[first : first + len(scales)] = scales
         mine = per_row[row_indices(where, scales.device)].view(-1, *[1] * (local.dim() - 1))
         state = self.optimizer.state.get(param, {})
-        for value in (state[key] for key in ("master", "z") if key in state):  # z: of schedule-free ones
+        for value in (state[key] for key in ("master", "z") if key in state):  # z: of ScheduleFreeAdamW
             value.mul_(mine.to(value.device))
         if "master" in state:
             local.copy_(state["master"])
@@ -150,19 +150,19 @@ class QKClip:
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, scale: float | None = None, causal: bool = True) -> Tensor:
-    """The largest attention logit of each head, fp32 (heads,): one matrix product more, a sequence at a time.
+    """The largest attention logit of each head, fp32 (heads,). It takes one more matrix product per sequence.
 
     Args:
         query: (B, heads, S, D), after rotary embedding.
         key: (B, kv_heads, T, D); ``kv_heads`` divides ``heads``.
         scale: of the products; ``None``: 1/√D.
-        causal: positions see none after them; the last of the S is the last of the T.
+        causal: positions do not see later ones; the last of the S is the last of the T.
     """
-    found = query.new_full((query.shape[1],), -math.inf, dtype=torch.float32)
+    largest = query.new_full((query.shape[1],), -math.inf, dtype=torch.float32)
     for q, k in zip(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)):
         logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT).float()
         if causal:
             hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
             logits.masked_fill_(hidden.triu_(1 + logits.shape[-1] - logits.shape[-2]), -math.inf)
-        found = torch.maximum(found, logits.amax(dim=(-2, -1)))
-    return found
+        largest = torch.maximum(largest, logits.amax(dim=(-2, -1)))
+    return largest

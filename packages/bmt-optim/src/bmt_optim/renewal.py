@@ -1,10 +1,10 @@
-"""In which steps parameters renew what is costly."""
+"""The steps in which parameters renew costly state."""
 
 from __future__ import annotations
 
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly, in whatever period parameters of a kind recur
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, whatever the period of the numbers
 
 
 def place_of(number: int, every: int) -> int:
-    """When what has this number is due among ``every`` steps: evenly spread, so that no step does the work of all."""
+    """The offset of this number's renewals among ``every`` steps. Offsets are spread: steps have about equal work."""
     return int(every * (number * _GOLDEN % 1))

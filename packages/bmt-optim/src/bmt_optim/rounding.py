@@ -1,6 +1,6 @@
 """Stochastic rounding of the rows and columns that a rank holds, the same on every layout.
 
-Small updates of a weight without a master are then not lost, but happen now and then:
+A weight without a master then takes small updates with a probability, instead of losing them:
 :func:`bmt_kernels.round_stochastically`.
 """
 
@@ -29,7 +29,7 @@ def round_stochastically(values: Tensor, where: Slice, dtype: torch.dtype, seed:
     if dim is None:
         return bmt_kernels.round_stochastically(values, dtype, seed=seed, first=where.row_start * width)
     if where.row_dims == 1 and not where.tp_blocks:
-        # Rows of the tensor, or a range of each row.
+        # The shard is rows of the tensor, or a range of each row.
         inner = math.prod(where.shape[dim + 1 :])
         if dim == 0:
             first = (where.tp_offset + where.row_start) * width

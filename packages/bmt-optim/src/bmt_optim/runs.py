@@ -1,8 +1,8 @@
 """Runs: tensors that lie end to end in memory, treated as one flat tensor.
 
-ZeRO cuts the parameters of a Block, and their gradients, from flat buffers, so most neighbours in an
-optimizer's parameter list are neighbours in memory. One kernel or one fill over such a run replaces one per
-tensor. :func:`plan_runs` is pure: it sees addresses, not tensors. The other functions look at tensors.
+ZeRO keeps the parameters of a Block, and their gradients, in flat buffers. So most neighbours in an optimizer's
+parameter list are neighbours in memory, and one kernel or one fill over a run replaces one per tensor.
+:func:`plan_runs` is pure: it sees addresses, not tensors. The other functions look at tensors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Extent:
     """The bytes of one contiguous tensor.
 
     Attributes:
-        key: extents with different keys are never put together (dtype, device).
+        key: extents with different keys (dtype, device) are never in one run.
         start: address of the first byte.
         nbytes: length, more than 0.
-        limit: address after the last byte of the allocation. Neighbouring addresses mean one buffer only
-            inside one allocation: allocators put unrelated tensors side by side as well.
+        limit: address after the last byte of the allocation. Adjacent extents form a run only inside one
+            allocation: allocators put unrelated tensors side by side, too.
     """
 
     key: Hashable
@@ -47,7 +47,7 @@ def plan_runs(extents: Sequence[Extent | None]) -> list[list[int]]:
     """Group the indices of ``extents`` into maximal runs, each in ascending order of address.
 
     ``None`` (a tensor that is empty or not contiguous) is a run by itself, and so is an extent that
-    overlaps another. Every index appears exactly once; runs are ordered by their first index.
+    overlaps another. Every index appears exactly once. Runs are ordered by their smallest index.
     """
     runs = [[index] for index, extent in enumerate(extents) if extent is None]
     chains: dict[Hashable, list[tuple[Extent, int]]] = {}
@@ -67,7 +67,7 @@ def plan_runs(extents: Sequence[Extent | None]) -> list[list[int]]:
 
 
 def extent_of(tensor: Tensor, key: Hashable = None) -> Extent | None:
-    """Where ``tensor`` lies; ``None`` if it is empty or its elements are not in order without gaps.
+    """The bytes of ``tensor``; ``None`` if it is empty or not contiguous.
 
     Extents of another dtype, device or ``key`` are never put in one run.
     """
@@ -104,7 +104,7 @@ def flat_over(tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: i
             return None
     storage = first.untyped_storage()
     if base + numel * itemsize > storage.data_ptr() + storage.nbytes():
-        return None  # neighbours by chance, in another allocation
+        return None  # adjacent by chance, in another allocation
     return flat_view(first, numel)
 
 
@@ -114,7 +114,7 @@ def merge_adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
     Empty tensors are dropped. A tensor that is not contiguous is passed on as it is.
     """
     merged: list[Tensor] = []
-    first: Tensor | None = None  # of the run in the making, which spans [start of first, stop)
+    first: Tensor | None = None  # of the current run, which spans [start of first, stop)
     start = stop = limit = count = 0
     for tensor in tensors:
         address = tensor.data_ptr()
@@ -140,8 +140,10 @@ def merge_adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Without gradient mode and autocast, and without what subclasses of tensors make of an access to ``.grad`` or an
-    address, which would cost more than all else an optimizer does for a small parameter.
+    """Run ``function`` without gradient mode, autocast, and the torch functions of tensor subclasses.
+
+    These torch functions intercept an access to ``.grad`` or an address. That would cost more than all else that an
+    optimizer does for a small parameter.
     """
 
     @functools.wraps(function)
@@ -155,7 +157,7 @@ def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
 def local_grad(param: Tensor) -> Tensor | None:
     """The plain tensor that holds this rank's part of ``param.grad``; ``None`` where there is none.
 
-    A DTensor whose placements are not its parameter's gets those: all of its ranks must call this.
+    A DTensor gradient is redistributed to its parameter's placements if it has others: all of its ranks must call this.
 
     Raises:
         RuntimeError: the gradient is sparse.
@@ -168,7 +170,7 @@ def local_grad(param: Tensor) -> Tensor | None:
     if hasattr(grad, "to_local"):
         with torch.no_grad():
             if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
-                # A sum over ranks that autograd has left undone (a Partial placement), once for all that read it.
+                # Autograd may leave a sum over ranks undone (a Partial placement). Keep the result for later readers.
                 grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
                 param.grad = grad
             grad = grad.to_local()
@@ -179,7 +181,7 @@ def local_grad(param: Tensor) -> Tensor | None:
 
 @on_local_tensors
 def zero_grads(params: Iterable[Tensor]) -> None:
-    """Fill the gradients that there are with zeros, neighbours in memory together."""
+    """Fill all gradients with zeros. Those that are adjacent in memory take one fill."""
     grads = []
     for param in params:
         grad = param.grad
@@ -189,11 +191,11 @@ def zero_grads(params: Iterable[Tensor]) -> None:
             grad.detach_()
         elif grad.requires_grad:
             grad.requires_grad_(False)
-        # Sums that autograd has left undone are zeroed as they are.
+        # A Partial placement is zeroed without its sum.
         local: Any = grad.to_local() if is_dtensor(grad) else local_grad(param)  # type: ignore[attr-defined]
         assert local is not None
         grads.append(local)
-        if hasattr(grad, "was_overwritten"):  # bmt_zero: what waits to be added to it is dropped
+        if hasattr(grad, "was_overwritten"):  # tells bmt_zero to drop what it was going to add to it
             grad.was_overwritten = True
     for flat in merge_adjacent(grads):
         flat.zero_()

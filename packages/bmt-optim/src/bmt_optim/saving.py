@@ -28,11 +28,11 @@ def save_optimizer(
 ) -> Future[None]:
     """Write the gathered state of an optimizer, or of a manager with all it steps, to one file.
 
-    All ranks must call it. The state is gathered, one parameter at a time, into the host memory of the rank
-    that writes: rank 0, or the first rank of each pipeline stage, which then need a name each. That is a copy:
-    training may go on while it is written. ``torch.load(file_name, weights_only=True)`` gives what
-    ``load_state_dict`` takes, at any layout with the same pipeline stages. The file appears under its name
-    only when it is complete.
+    All ranks must call it. The state is gathered, one parameter at a time, into the host memory of the rank that
+    writes: rank 0, or the first rank of each pipeline stage. Each stage then needs a file name of its own. The gathered
+    state is a copy, so training may go on while it is written. ``torch.load(file_name, weights_only=True)`` gives what
+    ``load_state_dict`` takes, at any layout with the same pipeline stages. The file appears under its name only when it
+    is complete.
 
     Args:
         optimizer: one whose ``state_dict`` takes ``gather`` (ours), or an :class:`OptimManager`.
@@ -52,7 +52,7 @@ def save_optimizer(
     """
     path = Path(file_name)
     for each in optimizer.optimizers if isinstance(optimizer, OptimManager) else [optimizer]:
-        # In a manager, one whose state is whole may be beside others that gather theirs.
+        # A manager may have optimizers whose state needs no gathering.
         has_parts = any(is_dtensor(param) for group in each.param_groups for param in group["params"])
         if (each is optimizer or has_parts) and not gathers(each):
             raise TypeError(
@@ -61,11 +61,11 @@ def save_optimizer(
             )
     writes = keeps_gathered_state()
     obstacle = _obstacle(path) if writes else None
-    found = _from_all_ranks(
+    reports = _from_all_ranks(
         (os.path.abspath(path) if writes else None, obstacle and f"cannot write {path}: {obstacle}")
     )
-    _raise_first(path, [problem for _, problem in found])
-    targets = [target for target, _ in found if target is not None]
+    _raise_first(path, [problem for _, problem in reports])
+    targets = [target for target, _ in reports if target is not None]
     for target in targets:
         if targets.count(target) > 1:
             raise ValueError(f"{targets.count(target)} pipeline stages are to write {target}; give each its own file")
@@ -80,7 +80,7 @@ def save_optimizer(
         try:
             # In the order of the calls, which may be for the same file.
             done = _background().submit(_write, _detached(optimizer, state), path)
-        except Exception as failure:  # for the other ranks to hear of
+        except Exception as failure:  # reported to the other ranks below
             done.set_exception(failure)
     if non_blocking:
         done.add_done_callback(_log_failure)
@@ -91,7 +91,7 @@ def save_optimizer(
 
 
 def _detached(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The gathered state, of which nothing is the memory that training goes on with."""
+    """The gathered state. It shares no memory with the training."""
     if not isinstance(optimizer, OptimManager):
         return {**state, "param_groups": _copied(state["param_groups"])}
     pairs = zip(optimizer.optimizers, state["optimizers"])
@@ -116,21 +116,21 @@ def _copied(value: Any) -> Any:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Why the file cannot be written, as far as that can be told before the state is gathered."""
+    """Why the file cannot be written, as far as it can be known before the state is gathered."""
     try:
         if not path.parent.is_dir():
             return f"there is no folder {path.parent}"
         return "it is a folder" if path.is_dir() else None
-    except OSError as error:  # such as a folder that may not be looked into
+    except OSError as error:  # such as a folder without read permission
         return str(error)
 
 
 def _from_all_ranks(mine: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _raise_first(path: Path, problems: list[str | None]) -> None:
@@ -140,7 +140,7 @@ def _raise_first(path: Path, problems: list[str | None]) -> None:
 
 
 def _background() -> ThreadPoolExecutor:
-    """One thread; the interpreter waits for what it has been given before it exits."""
+    """One thread. The interpreter finishes its work before it exits."""
     global _writer
     if _writer is None:
         _writer = ThreadPoolExecutor(1, "bmt-optim-save")

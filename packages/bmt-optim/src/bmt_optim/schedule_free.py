@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: an average of the weights in place of a schedule of the learning rate. No rounds."""
+"""Schedule-free AdamW: an average of the weights instead of a learning-rate schedule. No rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .distributed import DistributedOptimizer, Params
 from .engine import Step
 from .options import check_betas, check_not_negative, declared
 from .requests import Rule
-from .state_layout import StateTensor, like_parameter, per_matrix
+from .state_layout import StateTensor, like_parameter, per_parameter
 
 _log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 class ScheduleFreeAdamW(DistributedOptimizer):
     """Schedule-free AdamW (Defazio et al., `arXiv:2405.15682 <https://arxiv.org/abs/2405.15682>`_).
 
-    z are the weights that are stepped, x their weighted mean, and y, at which gradients are computed, between them.
-    With γ = lr·min(1, t/warm_up), at first x = y = z::
+    z are the weights that are stepped, x their weighted mean, and y between them the weights at which gradients are
+    computed. With γ = lr·min(1, t/warm_up), and x = y = z at first::
 
         v ← β₂v + (1-β₂)g²        d = g / (√(v/(1-β₂ᵗ)) + eps) + weight_decay·y
         c = w / Σw, with w = t^r · (the largest γ so far)^weight_lr_power
@@ -37,7 +37,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         with optimizer.evaluating():
             ...
 
-    A checkpoint to go on from is of y, and a learning rate needs no decay.
+    A checkpoint for resuming has y. The learning rate needs no decay.
 
     Args:
         params: parameters, or parameter groups.
@@ -82,8 +82,8 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         return {
             "z": like_parameter(shape),
             "exp_avg_sq": like_parameter(shape),
-            "weight_sum": per_matrix(),
-            "lr_max": per_matrix(),
+            "weight_sum": per_parameter(),
+            "lr_max": per_parameter(),
         }
 
     def begin_step(self, *arguments: Any, **named: Any) -> Step:
@@ -100,7 +100,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         yield []
         options, step = batch.options, batch.step
         beta1, beta2 = options["betas"]
-        rate = float(options["lr"]) * min(1.0, step / max(options["warm_up"], 1))
+        gamma = float(options["lr"]) * min(1.0, step / max(options["warm_up"], 1))
         states = {key: batch.state(key) for key in ("z", "exp_avg_sq", "weight_sum", "lr_max")}
         for indices, weights in batch.writable():
             for i, y in zip(indices, weights):
@@ -108,30 +108,30 @@ class ScheduleFreeAdamW(DistributedOptimizer):
                 grad = batch.fp32_grad(i)
                 if step == 1:
                     z.copy_(y)
-                share = largest.clamp_(min=rate) ** options["weight_lr_power"] * step ** options["r"]
+                share = largest.clamp_(min=gamma) ** options["weight_lr_power"] * step ** options["r"]
                 share = torch.where(total.add_(share) > 0, share / total, 0.0)
                 squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 direction = grad.div(squares.div(1 - beta2**step).sqrt_().add_(options["eps"]))
                 direction.add_(y, alpha=options["weight_decay"])
-                y.lerp_(z, share).addcmul_(direction, (1 - share).mul_(beta1).sub_(1).mul_(rate))
-                z.add_(direction, alpha=-rate)
+                y.lerp_(z, share).addcmul_(direction, (1 - share).mul_(beta1).sub_(1).mul_(gamma))
+                z.add_(direction, alpha=-gamma)
 
     @contextmanager
     def evaluating(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Within, the parameters are the averages x, to evaluate a model or to save its weights.
+        """A context in which the parameters are the averages x, to evaluate a model or to save its weights.
 
-        All ranks that share parameters enter it. It takes the memory of one copy of this rank's parameters.
+        All ranks that share parameters must enter it. It takes the memory of one copy of this rank's parameters.
 
         Args:
-            model: to be given if torch's ``fully_shard`` has sharded it and it computes within: it may keep unsharded
-                parameters of before.
+            model: required if torch's ``fully_shard`` has sharded it and it computes in the context: it may have kept
+                parameters unsharded from before, and is resharded.
 
         Raises:
-            RuntimeError: it is entered within itself.
+            RuntimeError: the context is entered within itself.
         """
         if self._evaluates:
             raise RuntimeError("evaluating() of ScheduleFreeAdamW within evaluating()")
-        keeping: list[Any] = (
+        resharded: list[Any] = (
             [] if model is None else [module for module in model.modules() if hasattr(module, "reshard")]
         )
         if model is None and any(is_dtensor(param) for group in self.param_groups for param in group["params"]):
@@ -139,7 +139,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         kept: list[tuple[Tensor, Tensor]] = []
         self._evaluates = True
         try:
-            for module in keeping:
+            for module in resharded:
                 module.reshard()
             with torch.no_grad():
                 for group in self.param_groups:
@@ -156,5 +156,5 @@ class ScheduleFreeAdamW(DistributedOptimizer):
             with torch.no_grad():
                 for local, y in kept:
                     local.copy_(y)
-            for module in keeping:
+            for module in resharded:
                 module.reshard()

@@ -1,4 +1,4 @@
-"""Distributed Shampoo: gradients between inverse roots of their Kronecker factors, block by block. Two rounds."""
+"""Distributed Shampoo: gradients preconditioned by inverse roots of Kronecker factors, per block. Two rounds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_not_negative, check_positive, check_whole, declared
 from .renewal import place_of
-from .requests import Rule, Share, Sum
+from .requests import Broadcast, Rule, Sum
 from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, preconditioned
-from .slices import cut, padded
-from .state_layout import StateTensor, like_parameter, whole
+from .slices import padded, shard_of
+from .state_layout import StateTensor, like_parameter, replicated
 
 
 class DistributedShampoo(DistributedOptimizer):
     """Shampoo (Shi et al., `arXiv:2309.06497 <https://arxiv.org/abs/2309.06497>`_), as Meta's ``DistributedShampoo``.
 
-    Neighbouring dimensions are merged while their product is at most ``max_preconditioner_dim``; what is longer is cut
-    into blocks of that length. For each block of two dimensions (of k: k factors, and roots of 2k)::
+    Neighbouring dimensions are merged while their product is at most ``max_preconditioner_dim``. Longer dimensions are
+    split into blocks of that length. For each block of two dimensions (with k dimensions: k factors, and roots of 2k)::
 
         L ← β₂L + (1-β₂)GGᵀ     R ← β₂R + (1-β₂)GᵀG     V ← γV + (1-γ)G²
         F = β₃M + (1-β₃)G       M ← β₁M + (1-β₁)G
@@ -30,9 +30,9 @@ class DistributedShampoo(DistributedOptimizer):
         U ← momentum·U + P + weight_decay·p              p ← p - lr·U
 
     F, V, L and R are corrected for their bias; with a β₂ or γ of 1, L, R or V is the sum. P is D before
-    ``start_preconditioning_step``. From there on each block renews its roots in steps of its own, by its place in the
-    optimizer, so that no step does the work of all. Ranks that share a parameter exchange G, M and V, whole; its owner
-    computes the roots, and sends them to the others. All hold them.
+    ``start_preconditioning_step``. From then on each block renews its roots in steps of its own, by its place in the
+    optimizer, so that steps have equal work. Ranks that share a parameter exchange G, M and V, unsharded. Its owner
+    computes the roots and broadcasts them. All ranks hold them.
 
     Args:
         params: parameters, or parameter groups.
@@ -40,7 +40,7 @@ class DistributedShampoo(DistributedOptimizer):
             ``beta3=-1`` is β₁, and ``start_preconditioning_step=-1`` is ``precondition_frequency``.
         grafting: "adam"; "sgd": D is F; ``None``.
         grafting_beta2, grafting_epsilon, momentum: as above, with γ first.
-        nesterov: P + weight_decay·p + momentum·U is in the place of U in the last formula.
+        nesterov: the last formula has P + weight_decay·p + momentum·U in place of U.
         spread: False: all blocks renew their roots in the same steps, as in the authors' code.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
@@ -48,7 +48,7 @@ class DistributedShampoo(DistributedOptimizer):
         TypeError, ValueError: a parameter of another dtype than fp32, bf16 and fp16; an option out of range.
     """
 
-    sums_over_ranks = False  # to every element all ranks but one add 0
+    sums_over_ranks = False  # for each element, all ranks but one add 0
 
     def __init__(
         self,
@@ -88,26 +88,26 @@ class DistributedShampoo(DistributedOptimizer):
         keys = ["exp_avg"] + ["exp_avg_sq"] * (options["grafting"] not in (None, "sgd"))
         keys += ["momentum_buffer"] * (options["momentum"] > 0)
         numel = sum(n * n for block in block_shapes(shape, options) for n in block)
-        return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), whole((numel,)))
+        return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), replicated((numel,)))
 
     check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
-        """Of new roots, about."""
+        """About that of new roots."""
         return float(sum(n**3 for block in block_shapes(shape, options) for n in block))
 
     def rule(self, batch: Batch) -> Rule:
-        options, matrices, states, t = batch.options, batch.matrices, batch.states, batch.step
+        options, params, states, t = batch.options, batch.logical_params, batch.states, batch.step
         (beta1, beta2), every, gamma = options["betas"], options["precondition_frequency"], options["grafting_beta2"]
         beta3 = beta1 if options["beta3"] == -1 else options["beta3"]
         start = every if options["start_preconditioning_step"] == -1 else options["start_preconditioning_step"]
         keys = [key for key in ("exp_avg", "exp_avg_sq") if key in states[0]]
         grads = [batch.fp32_grad(i) for i in range(len(batch))]
         parts = [[g, *(state[key] for key in keys)] for g, state in zip(grads, states)]
-        stacks = [torch.stack([padded(x, m.where) for x in part]) for part, m in zip(parts, matrices)]
-        (wholes,) = yield [Sum(stacks, matrices)]
+        stacks = [torch.stack([padded(x, p.where) for x in part]) for part, p in zip(parts, params)]
+        (unsharded,) = yield [Sum(stacks, params)]
         factors, roots = (
-            [matrices_of(x, m.where.shape, options) for x, m in zip(batch.state(key), matrices)]
+            [matrices_of(x, p.where.shape, options) for x, p in zip(batch.state(key), params)]
             for key in ("factors", "roots")
         )
         renewed: list[tuple[int, int]] = []
@@ -117,20 +117,20 @@ class DistributedShampoo(DistributedOptimizer):
             state["exp_avg"].lerp_(g, 1 - beta1)
             if "exp_avg_sq" in state:
                 state["exp_avg_sq"].mul_(gamma).addcmul_(g, g, value=1 - gamma or 1)
-            for n, (block, mine) in enumerate(zip(blocks_of(wholes[i][0], options), factors[i])):
-                place = place_of(matrices[i].number + n, every) if options["spread"] else 0
+            for n, (block, mine) in enumerate(zip(blocks_of(unsharded[i][0], options), factors[i])):
+                place = place_of(params[i].number + n, every) if options["spread"] else 0
                 renewed += [(i, n)] * (t == start or (t > start and (t + place) % every == 0))
                 accumulate(mine, block, beta2)
         correction = 1 - beta2**t or 1
-        owned = [factors[i][n] if matrices[i].owned else [] for i, n in renewed]
+        owned = [factors[i][n] if params[i].owned else [] for i, n in renewed]
         values = [torch.cat([inverse_root(f / correction, options, len(o)) for f in o]) if o else None for o in owned]
         sizes = [(sum(f.numel() for f in factors[i][n]),) for i, n in renewed]
-        (shared,) = yield [Share(values, [matrices[i] for i, _ in renewed], sizes)]
-        for (i, n), value in zip(renewed, shared):
+        (received,) = yield [Broadcast(values, [params[i] for i, _ in renewed], sizes)]
+        for (i, n), value in zip(renewed, received):
             for root, new in zip(roots[i][n], value.split([r.numel() for r in roots[i][n]])):
                 root.copy_(new.view(root.shape))
         updates = []
-        for i, x in enumerate(wholes):
+        for i, x in enumerate(unsharded):
             filtered = torch.lerp(x[1], x[0], 1 - beta3) / (1 - beta3 * beta1 ** (t - 1))
             grafted = filtered
             if "exp_avg_sq" in keys:
@@ -138,9 +138,11 @@ class DistributedShampoo(DistributedOptimizer):
                 grafted = filtered / (square.sqrt() + options["grafting_epsilon"])
             for block, theirs, mine in zip(blocks_of(filtered, options), blocks_of(grafted, options), roots[i]):
                 if t >= start:
-                    turned = preconditioned(block, mine)
-                    theirs.copy_(turned * (theirs.norm() / (turned.norm() + 1e-16)) if options["grafting"] else turned)
-            updates.append(cut(grafted, matrices[i].where))
+                    direction = preconditioned(block, mine)
+                    if options["grafting"]:
+                        direction = direction * (theirs.norm() / (direction.norm() + 1e-16))
+                    theirs.copy_(direction)
+            updates.append(shard_of(grafted, params[i].where))
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
                 update = updates[i] + options["weight_decay"] * weight

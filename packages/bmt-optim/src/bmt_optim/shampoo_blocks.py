@@ -1,4 +1,4 @@
-"""Blocks of tensors, and the matrices that :class:`~bmt_optim.shampoo.DistributedShampoo` has for each. Pure."""
+"""Blocks of tensors, and the matrices of :class:`~bmt_optim.shampoo.DistributedShampoo` for each. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def blocks_of(x: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
-    """Views of the blocks of a whole tensor, whose neighbouring dimensions are merged as far as that goes."""
+    """Views of the blocks of an unsharded tensor, after merging neighbouring dimensions up to the limit."""
     limit, merged = min(options["max_preconditioner_dim"], max(1, x.numel())), [1]
     for n in reversed(x.shape):
         merged[-1:] = [n * merged[-1]] if n == 1 or merged[-1] == 1 or n * merged[-1] <= limit else [merged[-1], n]
@@ -21,7 +21,7 @@ def blocks_of(x: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
 
 
 def block_shapes(shape: Sequence[int], options: Mapping[str, Any]) -> list[torch.Size]:
-    """Of :func:`blocks_of`."""
+    """The shapes of :func:`blocks_of`."""
     return [block.shape for block in blocks_of(torch.empty(shape, device="meta"), options)]
 
 
@@ -40,14 +40,14 @@ def accumulate(factors: Sequence[Tensor], block: Tensor, beta: float) -> None:
 
 
 def preconditioned(block: Tensor, roots: Sequence[Tensor]) -> Tensor:
-    """A block, multiplied along each dimension by a symmetric matrix."""
+    """A block, multiplied along each dimension by its symmetric matrix."""
     for root in roots:  # the first dimension becomes the last one
         block = torch.tensordot(block, root, dims=([0], [0]))
     return block
 
 
 def inverse_root(factor: Tensor, options: Mapping[str, Any], dims: int) -> Tensor:
-    """(factor + epsilon)^(-1/(2·dims)), flat, without what is not finite, for which ``eigh`` raises."""
+    """(factor + epsilon)^(-1/(2·dims)), flat. Values that are not finite count as 0: ``eigh`` would raise for them."""
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     values, vectors = torch.linalg.eigh(factor.nan_to_num(0, 0, 0).add(eye, alpha=options["epsilon"]))
     short = values[0] < options["epsilon"]  # by rounding

@@ -1,4 +1,4 @@
-"""Optimizer state dicts over sharded parameters: assembling whole tensors, and cutting slices from them."""
+"""Optimizer state dicts over sharded parameters: unsharding tensors, and sharding loaded ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 import bmt_comm
 from bmt_comm import Slice, StateRecord, local_tensor, slice_of
 
-from .matrix import layers_of
-from .slices import all_reduce_over, assemble, by_comms, cut
+from .logical_params import layers_of
+from .slices import all_reduce_over, by_mesh, shard_of, unshard
 
 
 def gather_state(
@@ -40,21 +40,21 @@ def gather_state(
         entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
         for key, (where, dtype) in tensors[index].items():
             local = state[index][key] if index in state else _no_state(param, where, dtype)
-            whole = assemble(local, where)
+            full = unshard(local, where)
             if keep:
-                # A parameter that is not sharded is assembled without a copy; the result must not be the state.
-                entry[key] = whole.cpu().clone() if whole.data_ptr() == local.data_ptr() else whole.cpu()
+                # Without shards there was no copy, and the result must not be the memory of the state.
+                entry[key] = full.cpu().clone() if full.data_ptr() == local.data_ptr() else full.cpu()
         if keep:
             gathered[index] = entry
     return gathered
 
 
 LAYERS = "pipeline_layers"
-"""What gathered groups have in a pipeline: :func:`saved_layers`."""
+"""The key of :func:`saved_layers` in gathered groups, in a pipeline."""
 
 
 def saved_layers(params: Sequence[Tensor]) -> list[list[int]]:
-    """Of each parameter the pipeline and the layer it is in, or nothing, as a file keeps it."""
+    """For each parameter its pipeline and layer, or an empty list, in the form of the file."""
     return [list(layer or ()) for layer in layers_of(params)]
 
 
@@ -99,24 +99,24 @@ def match_groups(
 
 
 def state_value(values: Mapping[str, Any], key: str, index: int, where: Slice) -> Tensor:
-    """What belongs at ``where`` of the tensor ``values[key]``, which has the local or the full shape.
+    """This rank's shard, at ``where``, of the tensor ``values[key]``, which has the local or the full shape.
 
     Raises:
         ValueError: it is missing, or of another shape.
     """
-    found = values.get(key)
-    if not isinstance(found, Tensor):
+    value = values.get(key)
+    if not isinstance(value, Tensor):
         raise ValueError(
             f"the state of parameter {index} has no tensor {key!r} in the state dict; it has {sorted(map(str, values))}"
         )
     with torch.no_grad():
-        local = local_tensor(found)
+        local = local_tensor(value)
         if tuple(local.shape) == where.local_shape:
             return local
         if tuple(local.shape) == where.shape:
-            return cut(local, where)
+            return shard_of(local, where)
     raise ValueError(
-        f"{key} of parameter {index} has shape {tuple(found.shape)} in the state dict; this rank needs the full "
+        f"{key} of parameter {index} has shape {tuple(value.shape)} in the state dict; this rank needs the full "
         f"shape {where.shape} or its part of it, {where.local_shape}"
     )
 
@@ -127,28 +127,28 @@ def whole_number(values: Mapping[str, Any], key: str, index: int) -> int:
     Raises:
         ValueError: it is neither, or negative, or not whole.
     """
-    found = values.get(key)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    if not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0 or found != int(found):
-        raise ValueError(f"{key} of parameter {index} is {found!r} in the state dict, not a whole number")
-    return int(found)
+    value = values.get(key)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0 or value != int(value):
+        raise ValueError(f"{key} of parameter {index} is {value!r} in the state dict, not a whole number")
+    return int(value)
 
 
 def step_record(param: Tensor, step: int) -> StateRecord:
-    """The number of steps that a parameter has taken. A rank with none of its rows may lag, and does not count."""
+    """The number of steps that a parameter has taken. Ranks with an empty shard may lag, and do not count."""
     where = slice_of(param)
     counts = bool(where.numel or not math.prod(where.shape))
     return StateRecord(param, "step", Slice((), 0, 1), torch.tensor(int(step), dtype=torch.int64, device="cpu"), counts)
 
 
 def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[Slice]) -> list[int]:
-    """The largest step of each parameter over the ranks that share it: one with an empty shard may lag."""
+    """The largest step of each parameter over the ranks that share it. A rank with an empty shard may lag."""
     agreed = list(steps)
-    for comms, indices in by_comms(slices):
-        if comms:
-            vector = torch.tensor([steps[i] for i in indices], device=comms[0].device)
-            all_reduce_over(vector, comms, "max")
+    for mesh, indices in by_mesh(slices):
+        if mesh:
+            vector = torch.tensor([steps[i] for i in indices], device=mesh[0].device)
+            all_reduce_over(vector, mesh, "max")
             for i, step in zip(indices, vector.tolist()):
                 agreed[i] = step
     return agreed

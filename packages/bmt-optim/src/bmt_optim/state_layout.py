@@ -1,4 +1,4 @@
-"""What kinds of tensors an optimizer's state consists of, and which part of each a rank holds."""
+"""The layouts of an optimizer's state tensors, and which shard of each a rank holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .experts import experts_of
 
 @dataclass(frozen=True)
 class Size:
-    """The length of a dimension of a state tensor that is none of the parameter's, and that nothing cuts."""
+    """The length of a dimension of a state tensor that the parameter does not have, and that is not sharded."""
 
     size: int
 
@@ -25,16 +25,16 @@ class Size:
 class StateTensor:
     """The layout of one state tensor, dimension by dimension.
 
-    Each of ``dims`` is a dimension of the parameter (0, 1, …), which is cut between ranks as that one is, or a
-    :class:`Size`, which is not cut. For a parameter of shape (R, C), ``(0, 1)`` is a moment, ``(0,)`` a number per
-    row, ``(1,)`` one per column, ``()`` one number, and ``(Size(k), 1)`` k of them per column. A tensor of which
-    several ranks hold the same part is the same on all of them. Where ranks hold rows along two dimensions, of packed
-    experts, their parts of a tensor without the second of these overlap: each has the experts that it holds rows of.
+    Each of ``dims`` is a dimension of the parameter (0, 1, …), which is sharded as that one is, or a :class:`Size`,
+    which is not sharded. For a parameter of shape (R, C), ``(0, 1)`` is a moment, ``(0,)`` a number per row, ``(1,)``
+    one per column, ``()`` one number, and ``(Size(k), 1)`` k numbers per column. Ranks that hold the same part of a
+    tensor have equal values. Where the rows of packed experts are counted along two dimensions, the ranks' parts of a
+    tensor without the second dimension overlap: each rank has the experts of which it holds rows.
 
     Attributes:
-        dims: as above. The parameter's dimension 0 may only be the first.
+        dims: as above. The parameter's dimension 0 may only come first.
         dtype: of the tensor.
-        fill: what its elements are at first.
+        fill: the first value of its elements.
     """
 
     dims: tuple[int | Size, ...]
@@ -50,7 +50,7 @@ class StateTensor:
         if self.dims == tuple(range(len(where.shape))):
             return where
         if 0 in self.dims[1:]:
-            raise ValueError(f"dims={self.dims} have the parameter's dimension 0, by which ranks cut, not in front")
+            raise ValueError(f"dims={self.dims} have the parameter's dimension 0, which ranks shard, not in front")
         shape = tuple(d.size if isinstance(d, Size) else where.shape[d] for d in self.dims)
         tp: dict[str, Any] = {}
         if where.tp_dim is not None and where.tp_dim in self.dims:
@@ -67,8 +67,8 @@ class StateTensor:
                 experts = experts_of(where)
                 start, stop, rows = experts.start, experts.stop, 1
             return Slice(shape, start, stop, where.row_comm, **tp, row_dims=rows)
-        whole = Slice(shape, 0, 0, None, **tp)
-        return Slice(shape, 0, whole.tp_shard_rows, None, **tp)
+        rows = Slice(shape, 0, 0, None, **tp).tp_shard_rows
+        return Slice(shape, 0, rows, None, **tp)
 
     def as_dtensor(self, local: Tensor, param: Tensor) -> Tensor:
         """This rank's part of the state tensor of ``param``, a ``DTensor``, as a ``DTensor`` on the same memory."""
@@ -81,20 +81,20 @@ def like_parameter(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> 
 
 
 def row_statistic(shape: Sequence[int]) -> StateTensor:
-    """One number per row of the matrices that the last two dimensions are: shape (\\*, R)."""
+    """One number per row of the matrices of the last two dimensions: shape (\\*, R)."""
     return StateTensor(tuple(range(len(shape) - 1)))
 
 
 def column_statistic(shape: Sequence[int]) -> StateTensor:
-    """One number per column of the matrices that the last two dimensions are: shape (\\*, C)."""
+    """One number per column of the matrices of the last two dimensions: shape (\\*, C)."""
     return StateTensor((*range(len(shape) - 2), len(shape) - 1))
 
 
-def per_matrix() -> StateTensor:
+def per_parameter() -> StateTensor:
     """One number."""
     return StateTensor(())
 
 
-def whole(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
+def replicated(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
     """A tensor of its own shape that all ranks have, such as a projector."""
     return StateTensor(tuple(Size(n) for n in shape), dtype)

@@ -1,4 +1,4 @@
-"""What an optimizer knows of its parameters from the first step on, and in what portions it steps them."""
+"""What an optimizer knows of its parameters from the first step on, and the portions in which it steps them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from bmt_comm import Communicator, slice_of
 
-from .matrix import Presence, plan_matrices
+from .logical_params import Presence, plan_logical_params
 
 CACHED = 1 << 21
-"""How many elements are stepped together on the CPU, so that gradients and weights stay in a cache meanwhile."""
+"""How many elements are stepped together on the CPU, so that gradients and weights stay in a cache."""
 
 
 class StepPlan:
-    """The matrices of all parameters, in the order of the groups, and who computes with which.
+    """The logical parameters, in the order of the groups, and their owners.
 
     Args:
         groups: the optimizer's parameter groups.
-        cost: of a step for a logical shape, with the options of its group.
-        height: how many rows of a part are a matrix that is stepped apart; of the part and those options.
-        replicas: as for :func:`bmt_optim.matrix.plan_matrices`.
+        cost: the cost of a step, as a function of the logical shape and the options of its group.
+        height: how many rows form a matrix that is stepped apart, as a function of the slice and those options.
+        replicas: as for :func:`bmt_optim.logical_params.plan_logical_params`.
 
     Raises:
-        RuntimeError: as :func:`bmt_optim.matrix.plan_matrices`.
+        RuntimeError: as :func:`bmt_optim.logical_params.plan_logical_params`.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class StepPlan:
         self.group_of = [number for _, number in params]
         costs = [float(cost(slice_of(p).shape, groups[number])) for p, number in params]
         heights = [height(slice_of(p), groups[number]) for p, number in params]
-        self.matrices = plan_matrices([p for p, _ in params], costs, heights, replicas)
-        self.presence = Presence(self.matrices)
+        self.logical_params = plan_logical_params([p for p, _ in params], costs, heights, replicas)
+        self.presence = Presence(self.logical_params)
         self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
-        """What rules keep for batches, by their matrices. Only that of the last step stays."""
+        """What rules keep for batches, by their parameters. Entries that a step does not use are dropped."""
         self._cache: Tensor | None = None
 
     def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -56,7 +56,7 @@ class StepPlan:
         )
 
     def cache(self, numel: int) -> Tensor | None:
-        """So many elements of memory that all batches share, one after the other; ``None``: they are too many."""
+        """``numel`` elements of memory that all batches share, one after the other; ``None`` if they are too many."""
         if numel > CACHED:
             return None
         if self._cache is None:
@@ -65,13 +65,13 @@ class StepPlan:
 
 
 def portions_of(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """``members`` in portions that a cache holds, or of one if it is larger."""
-    found: list[list[int]] = []
+    """``members`` in portions that fit into a cache. A member that does not fit is a portion by itself."""
+    portions: list[list[int]] = []
     total = CACHED
     for member, size in zip(members, sizes):
         total += size
         if total > CACHED:
-            found.append([])
+            portions.append([])
             total = size
-        found[-1].append(member)
-    return found
+        portions[-1].append(member)
+    return portions

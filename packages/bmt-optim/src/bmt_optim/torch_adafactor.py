@@ -14,7 +14,7 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .experts import by_row, experts_of, sum_by_expert
-from .matrix import Matrix
+from .logical_params import LogicalParam
 from .options import check_not_negative, declared
 from .requests import Rule, Sum
 from .state_layout import Size, StateTensor, like_parameter
@@ -32,9 +32,9 @@ class TorchAdafactor(DistributedOptimizer):
 
     RMS(p) is that before the step. Vectors and numbers have one ``variance`` per element for v.
 
-    It differs from :class:`Adafactor` in where eps₁ comes in (there it is added to g²), in that the weight decay is
-    not scaled by RMS(p), and in the learning rate, which here is the bound of a relative step. State dicts are those
-    of ``torch.optim.Adafactor``, which loads ours, too.
+    It differs from :class:`Adafactor` in the use of eps₁ (there it is added to g²), in the weight decay, which is not
+    scaled by RMS(p), and in the learning rate, which here bounds a relative step. State dicts are those of
+    ``torch.optim.Adafactor``, which loads ours, too.
 
     A step has two rounds: the sums of squares; then RMS(u).
 
@@ -60,7 +60,7 @@ class TorchAdafactor(DistributedOptimizer):
         stochastic_rounding: bool = False,
         **conventions: Any,
     ) -> None:
-        # torch's, which loads the state, looks for ``maximize`` and has no default for it.
+        # torch's Adafactor, which loads the state, needs ``maximize`` in it.
         super().__init__(params, {"maximize": False, **declared(locals())}, stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -83,58 +83,56 @@ class TorchAdafactor(DistributedOptimizer):
         }
 
     def rule(self, batch: Batch) -> Rule:
-        options, matrices, everything = batch.options, batch.matrices, range(len(batch))
-        factored = [i for i in everything if len(matrices[i].where.shape) > 1]
-        shared = batch.pick(matrices, factored)
+        options, params, everything = batch.options, batch.logical_params, range(len(batch))
+        factored = [i for i in everything if len(params[i].where.shape) > 1]
+        shared = batch.pick(params, factored)
         grads = [batch.fp32_grad(i) for i in everything]
         row_vars, col_vars = batch.state("row_var", factored), batch.state("col_var", factored)
         norms, rows, columns, totals, means = yield [
-            Sum(bmt_kernels.square_sums(batch.weights).unbind(), matrices),
+            Sum(bmt_kernels.square_sums(batch.weights).unbind(), params),
             Sum([_square_sum(grads[i], -1) for i in factored], shared, (-1,)),  # (*, R)
-            Sum([_sum_of_rows(grads[i].square(), matrices[i]) for i in factored], shared, (-2,)),  # (*, C)
-            Sum(
-                [_sum_of_rows(_square_sum(grads[i], -1, True), matrices[i])[..., 0] for i in factored], shared, (-2, -1)
-            ),
-            Sum([_sum_of_rows(r, m)[..., 0] for r, m in zip(row_vars, shared)], shared, (-2,)),  # (*), before the step
+            Sum([_sum_of_rows(grads[i].square(), params[i]) for i in factored], shared, (-2,)),  # (*, C)
+            Sum([_sum_of_rows(_square_sum(grads[i], -1, True), params[i])[..., 0] for i in factored], shared, (-2, -1)),
+            Sum([_sum_of_rows(r, p)[..., 0] for r, p in zip(row_vars, shared)], shared, (-2,)),  # (*), before the step
         ]
         weight = batch.step ** options["beta2_decay"]
         eps, least_scale = options["eps"]
         updates: list[Tensor] = list(grads)
         for n, i in enumerate(factored):
-            *_, height, width = (max(length, 1) for length in matrices[i].where.shape)
+            *_, height, width = (max(length, 1) for length in params[i].where.shape)
             row_vars[n].lerp_((rows[n] / width).unsqueeze(-1), weight)
             mean = torch.lerp(means[n] / height, totals[n] / (height * width), weight)[..., None, None]
             column = (columns[n] / height).unsqueeze(-2)
-            where = matrices[i].where
+            where = params[i].where
             if where.row_dims == 2:
                 held = experts_of(where)
                 mean, column = mean[held.start : held.stop], column[held.start : held.stop]
-            per_column = col_vars[n].lerp_(column, weight) / mean.clamp(min=_epsilon(eps, matrices[i].param))
+            per_column = col_vars[n].lerp_(column, weight) / mean.clamp(min=_epsilon(eps, params[i].param))
             estimate = row_vars[n] * (by_row(per_column.squeeze(-2), where) if where.row_dims == 2 else per_column)
-            updates[i] = _scaled(grads[i], estimate, _epsilon(eps, matrices[i].param))
+            updates[i] = _scaled(grads[i], estimate, _epsilon(eps, params[i].param))
         for i in sorted(set(everything) - set(factored)):
             variance = batch.states[i]["variance"].lerp_(grads[i].square(), weight)
-            updates[i] = _scaled(grads[i], variance.clone(), _epsilon(eps, matrices[i].param))
-        (squares,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), matrices)]
+            updates[i] = _scaled(grads[i], variance.clone(), _epsilon(eps, params[i].param))
+        (squares,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), params)]
         lr = float(options["lr"])
         step_size = min(lr, 1 / math.sqrt(batch.step))
-        sizes = [float(max(math.prod(m.where.shape), 1)) for m in matrices]
-        scales, magnitudes = (torch.stack(torch._foreach_div(found, sizes)).sqrt() for found in (norms, squares))
-        rates = (scales.clamp(min=least_scale) / (magnitudes / options["d"]).clamp(min=1) * -step_size).unbind()
+        sizes = [float(max(math.prod(p.where.shape), 1)) for p in params]
+        scales, magnitudes = (torch.stack(torch._foreach_div(s, sizes)).sqrt() for s in (norms, squares))
+        factors = (scales.clamp(min=least_scale) / (magnitudes / options["d"]).clamp(min=1) * -step_size).unbind()
         for indices, locals_ in batch.writable():
             if options["weight_decay"]:
                 torch._foreach_mul_(locals_, 1 - lr * options["weight_decay"])
             for i, local in zip(indices, locals_):
-                local.addcmul_(updates[i], rates[i])
+                local.addcmul_(updates[i], factors[i])
 
 
 def _square_sum(tensor: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return torch.linalg.vector_norm(tensor, dim=dim, keepdim=keepdim, dtype=torch.float32).square()
 
 
-def _sum_of_rows(values: Tensor, matrix: Matrix) -> Tensor:
-    """Of (\\*, R, C): sums over this rank's rows, (\\*, C), of packed experts for all of them."""
-    return sum_by_expert(values, matrix.where) if matrix.where.row_dims == 2 else values.sum(-2)
+def _sum_of_rows(values: Tensor, logical: LogicalParam) -> Tensor:
+    """Sums of (\\*, R, C) over this rank's rows, (\\*, C), for all experts if they are packed."""
+    return sum_by_expert(values, logical.where) if logical.where.row_dims == 2 else values.sum(-2)
 
 
 def _epsilon(eps: float | None, param: Tensor) -> float:

@@ -1,22 +1,22 @@
 """State dicts of the Adam optimizers of BMTrain 1.0.
 
 [Note: their form]
-    ``state[i]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, as a rule, ``_param_fp32`` (the master weight): flat
-    tensors. Gathered ones (``is_whole``) have all elements of a parameter. Others have those of one rank, the ranks'
-    one after the other, and a parameter of which a rank has nothing may be missing there. What is sharded over which
-    ranks and where the cuts are depends on their layout, but the number of elements tells enough.
+    ``state[i]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and usually ``_param_fp32`` (the master weight), all flat.
+    Gathered ones (``is_whole``) have all elements of a parameter. Others have those of one rank. The ranks' elements
+    follow one another, and a parameter of which a rank has no elements may be missing there. The layout of upstream
+    decides what is sharded over which ranks, and where the shards end. The number of elements is enough to tell.
 
     The gathered state of a tensor-parallel parameter has the elements of all ranks in the order of the ranks: for each
-    part of the shards, that part of every tensor-parallel rank's shard. (Of a bias of ``RowParallelLinear``, which
-    these ranks hold in common, it has as many copies.) The cuts are not in the file. They follow from the number of
-    ranks, and in a Block from its parameters, whose flat buffer is cut evenly. With the right ones, the master weights
-    are the parameters.
+    part of the shards, that part of every tensor-parallel rank's shard. (A bias of ``RowParallelLinear``, which these
+    ranks replicate, is there once per rank.) The boundaries of the parts are not in the file. They follow from the
+    number of ranks, and in a Block from its parameters, whose flat buffer is sharded evenly. With the right boundaries,
+    the master weights are the parameters.
 
-    The moments of fp16 parameters in their ``AdamOptimizer`` are multiplied by the loss scale; the first one is then
-    in fp16.
+    The moments of fp16 parameters in upstream's ``AdamOptimizer`` are multiplied by the loss scale. The first moment is
+    then in fp16.
 
-    In a pipeline, every rank's optimizer has the parameters of all stages, and a state of those of its own. Here a rank
-    has its own stage's parameters alone, and finds their places among all by the layers that they belong to.
+    In a pipeline, every rank's optimizer has the parameters of all stages, and the state of its own stage's. Here a
+    rank has only its own stage's parameters, and finds their places among all by the layers that they belong to.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def from_upstream(
 
     Args:
         state_dict: gathered, the same on every rank; or what this rank has saved, in a job of as many ranks with the
-            same tensor-parallel size and stages. Of the latter, with tensor parallelism, and in a pipeline, every rank
-            must call this. With tensor parallelism the job must be of as many ranks for gathered ones, too, and the
-            parameters must have the values that the model had when its state was saved.
+            same tensor-parallel size and stages. Every rank must call this for the latter, with tensor parallelism, and
+            in a pipeline. With tensor parallelism, gathered states need a job of as many ranks, too, and the parameters
+            must have the values that the model had when its state was saved.
         groups: the optimizer's parameters, in groups.
-        loss_scale: by which moments in fp16 are multiplied.
+        loss_scale: the factor of moments in fp16.
 
     Raises:
         ValueError: tensors do not have as many elements as the parameters; moments are multiplied by a loss scale that
@@ -111,12 +111,12 @@ def _converted(
 
 
 def _of_all_stages(groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
-    """The parameters of all pipeline stages in the order of the model; None for those that this stage does not have."""
+    """The parameters of all pipeline stages in the order of the model; ``None`` for those of other stages."""
     if not bmt_comm.is_initialized() or bmt_comm.current_context().pipe_size == 1:
         return [list(params) for params in groups]
     places: list[list[tuple[int, tuple[int, ...], int]]] = []
     for params in groups:
-        outside = 0  # of the pipelines: every stage has these
+        outside = 0  # parameters outside of the pipelines, which every stage has
         own = []
         for index, param in enumerate(params):
             layer = getattr(param, LAYER_ATTRIBUTE, ())
@@ -148,9 +148,9 @@ class _Gathered:
         self._params = params
         self._slices = slices
         self._tp_size = bmt_comm.current_context().tp_size if bmt_comm.is_initialized() else 1
-        self._cuts: dict[int, list[int]] = {}
+        self._boundaries: dict[int, list[int]] = {}
         if self._tp_size > 1:
-            self._find_cuts()
+            self._find_boundaries()
 
     def step(self, index: int) -> int | None:
         entry = self._entries[index]
@@ -160,12 +160,12 @@ class _Gathered:
         return _is_half(self._entries[index])
 
     def tensor(self, index: int, name: str, where: Slice | None) -> Tensor | None:
-        """The elements of this tensor-parallel rank's piece of a tensor of the state, flat."""
+        """The elements of this tensor-parallel rank's shard of a tensor of the state, flat."""
         flat = (self._entries[index] or {}).get(name)
         if flat is None or where is None:
             return None
-        if index in self._cuts:
-            return self._own(flat.reshape(-1), self._cuts[index])
+        if index in self._boundaries:
+            return self._own_shard(flat.reshape(-1), self._boundaries[index])
         if flat.numel() != _numel(where):
             raise ValueError(
                 f"{name} of parameter {index} has {flat.numel()} elements in the state dict, and the parameter, of "
@@ -173,10 +173,10 @@ class _Gathered:
             )
         return flat.reshape(-1)
 
-    def _own(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
-        """This tensor-parallel rank's shard, whose parts end at ``cuts``, of the elements of all of them."""
+    def _own_shard(self, flat: Tensor, boundaries: Sequence[int]) -> Tensor:
+        """This tensor-parallel rank's shard, from the elements of all. The parts of a shard end at ``boundaries``."""
         size, rank = self._tp_size, bmt_comm.current_context().tp_rank
-        starts = [(size * start + rank * (stop - start), stop - start) for start, stop in pairwise(cuts)]
+        starts = [(size * start + rank * (stop - start), stop - start) for start, stop in pairwise(boundaries)]
         return torch.cat([flat[start : start + count] for start, count in starts])
 
     def _is_of_tp_ranks(self, index: int) -> bool:
@@ -186,15 +186,15 @@ class _Gathered:
             where is not None and bool(entry) and (entry or {})["exp_avg"].numel() == self._tp_size * _numel(where) > 0
         )
 
-    def _find_cuts(self) -> None:
-        """The cuts of each parameter, with which the master weights of its Block are the parameters, on all ranks."""
+    def _find_boundaries(self) -> None:
+        """Find boundaries per parameter with which the master weights of its Block are the parameters, on all ranks."""
         context = bmt_comm.current_context()
         everyone = context.world_size // self._tp_size
         ways = [(True, everyone // context.pipe_size), (True, everyone), (False, everyone)]
         fits = torch.ones(len(self._params), len(ways), dtype=torch.float32, device="cpu")
         for index in filter(self._is_of_tp_ranks, range(len(self._params))):
             for number, way in enumerate(ways):
-                fits[index, number] = self._fits(index, self._cuts_of(index, *way))
+                fits[index, number] = self._fits(index, self._boundaries_of(index, *way))
         for members in self._blocks():
             fits[members] = fits[members].amin(0)
         fits = fits.to(context.device)
@@ -202,13 +202,13 @@ class _Gathered:
         for index, row in enumerate(fits.tolist()):
             if not any(row):
                 raise ValueError(
-                    f"parameter {index} is split over tensor-parallel ranks, and with no cut of this job's ranks are "
-                    f"the master weights in the gathered state of BMTrain its values: load the model's checkpoint of "
-                    f"the same step first, in a job of as many ranks and stages and with the same tensor-parallel "
+                    f"parameter {index} is split over tensor-parallel ranks, and for no layout of this job's ranks "
+                    f"are the master weights in the gathered state of BMTrain its values: load the model's checkpoint "
+                    f"of the same step first, in a job of as many ranks and stages and with the same tensor-parallel "
                     f"size; or load what each rank has saved, with gather=False"
                 )
             if self._is_of_tp_ranks(index):
-                self._cuts[index] = self._cuts_of(index, *ways[row.index(1.0)])
+                self._boundaries[index] = self._boundaries_of(index, *ways[row.index(1.0)])
 
     def _blocks(self) -> list[list[int]]:
         """Which parameters are in the same Block."""
@@ -216,20 +216,20 @@ class _Gathered:
         blocks = {tuple(id(p) for p in _block_of(self._params[index])) for index in numbers.values()}
         return [[numbers[each] for each in block if each in numbers] for block in blocks if block]
 
-    def _fits(self, index: int, cuts: Sequence[int]) -> bool:
+    def _fits(self, index: int, boundaries: Sequence[int]) -> bool:
         param, where = self._params[index], self._slices[index]
         master = (self._entries[index] or {}).get("_param_fp32")
         assert param is not None
         assert where is not None
-        if master is None or not cuts:
+        if master is None or not boundaries:
             return False
-        own = select_rows(self._own(master.reshape(-1), cuts).view(where.tp_shard_shape), where)
+        own = select_rows(self._own_shard(master.reshape(-1), boundaries).view(where.tp_shard_shape), where)
         values = local_tensor(param).detach().cpu().float()
         precision = torch.finfo(param.dtype)
         return torch.allclose(own.cpu().float(), values.view_as(own), rtol=2 * precision.eps, atol=precision.tiny)
 
-    def _cuts_of(self, index: int, in_block: bool, parts: int) -> list[int]:
-        """Where the parts of a shard begin and end, in a Block or by itself; none if it is in no Block."""
+    def _boundaries_of(self, index: int, in_block: bool, parts: int) -> list[int]:
+        """The boundaries of the parts of a shard, in a Block or by itself; none if it is in no Block."""
         param, where = self._params[index], self._slices[index]
         assert param is not None
         assert where is not None
@@ -251,12 +251,12 @@ class _Gathered:
 
 
 def _block_of(param: Tensor | None) -> list[Tensor]:
-    """The parameters that are in the same Block, in their order; none outside of Blocks."""
+    """The parameters of the same Block, in their order; none outside of Blocks."""
     return getattr(param, "block_parameters", [])
 
 
 class _OfRanks:
-    """The elements that each rank has saved; every rank asks for the same things in the same order."""
+    """The elements that each rank has saved. Every rank must ask for the same tensors in the same order."""
 
     def __init__(self, state: Mapping[Any, Any], order: Sequence[Any], slices: Sequence[Slice | None]) -> None:
         self._entries = [state.get(key) or {} for key in order]
@@ -278,7 +278,7 @@ class _OfRanks:
                 for index, where in enumerate(slices):
                     for name in _KEYS:
                         if where is not None:
-                            self._holders(self._sizes(index, name), where, index, name)
+                            self._shard_group(self._sizes(index, name), where, index, name)
             except ValueError as error:
                 problem = str(error)
         for each in self._comm.all_gather_object(problem):
@@ -304,14 +304,14 @@ class _OfRanks:
         comm.all_gather(everyone, mine)
         if where is None:
             return None
-        return torch.cat([everyone[rank, : sizes[rank]] for rank in self._holders(sizes, where, index, name)])
+        return torch.cat([everyone[rank, : sizes[rank]] for rank in self._shard_group(sizes, where, index, name)])
 
     def _sizes(self, index: int, name: str) -> list[int]:
         """How many elements each rank has."""
         return [facts[index][1].get(name, (0, None))[0] for facts in self._facts]
 
-    def _holders(self, sizes: Sequence[int], where: Slice, index: int, name: str) -> Sequence[int]:
-        """The ranks whose elements, one after the other, make up this rank's piece."""
+    def _shard_group(self, sizes: Sequence[int], where: Slice, index: int, name: str) -> Sequence[int]:
+        """The ranks whose elements, one after the other, are this rank's tensor-parallel shard."""
         if not any(sizes):
             return ()
         candidates = [tuple(range(len(sizes)))]
@@ -340,7 +340,7 @@ def _is_half(entry: Mapping[str, Any] | None) -> bool:
 
 
 def merge_ranks(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The gathered state dict of those that the ranks of a job without tensor parallelism have saved, in order."""
+    """The gathered state dict, from those that the ranks of a job without tensor parallelism have saved, in order."""
     first = state_dicts[0]
     order = [key for group in first["param_groups"] for key in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
@@ -361,15 +361,15 @@ def to_own_form(
     loss_scale: float | None = None,
     values: Callable[[int], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """A gathered state dict in the form of this package's, with whole tensors.
+    """A gathered state dict in the form of this package's, with unsharded tensors.
 
     Args:
         state_dict: gathered.
         shapes: of the model's parameters and buffers, in order. The optimizer's parameters are some of them, in the
             same order.
-        loss_scale: by which moments in fp16 are multiplied.
-        values: the tensor whose shape is number i of ``shapes``. Master weights that are its elements in another order
-            are of tensor-parallel ranks.
+        loss_scale: the factor of moments in fp16.
+        values: gives the tensor whose shape is number i of ``shapes``. Master weights with its elements in another
+            order are those of tensor-parallel ranks.
 
     Raises:
         ValueError: the shapes do not fit, or several do, or the state is of tensor-parallel ranks; see also
@@ -404,29 +404,29 @@ def _check_order(index: int, master: Tensor, value: Tensor) -> None:
 
 
 def _fitting(counts: Sequence[int | None], shapes: Sequence[torch.Size]) -> list[tuple[int, bool]]:
-    """Which of ``shapes``, in order, are of parameters of so many elements (None: it has no state).
+    """For each count of elements (``None``: no state): the index of the parameter's shape in ``shapes``, in order.
 
-    And whether no other one can be, for each.
+    Each index comes with whether no other one is possible.
 
     Raises:
-        ValueError: there are none, or different ones.
+        ValueError: there is none, or shapes that differ.
     """
     wanted = [(index, count) for index, count in enumerate(counts) if count is not None]
     first = _places(wanted, shapes)
     last = [len(shapes) - 1 - place for place in reversed(_places(wanted[::-1], shapes[::-1]))]
     for (index, count), low, high in zip(wanted, first, last, strict=True):
-        found = {tuple(shape) for shape in shapes[low : high + 1] if shape.numel() == count}
-        if len(found) > 1:
+        alike = {tuple(shape) for shape in shapes[low : high + 1] if shape.numel() == count}
+        if len(alike) > 1:
             raise ValueError(
                 f"parameter {index} of the optimizer has {count} elements, and so have tensors of the model of the "
-                f"shapes {sorted(found)}, of which it does not train all: leave those that it does not train out of "
+                f"shapes {sorted(alike)}, of which it does not train all: leave those that it does not train out of "
                 f"the model's checkpoint, or load its state in a job, which takes it as it is"
             )
     return [(low, low == high) for low, high in zip(first, last, strict=True)]
 
 
 def _places(wanted: Sequence[tuple[int, int]], shapes: Sequence[torch.Size]) -> list[int]:
-    """The first places at which shapes with these numbers of elements are, one after the other."""
+    """The first indices of shapes with these numbers of elements, in ascending order."""
     places: list[int] = []
     candidates = iter(enumerate(shapes))
     for index, count in wanted:

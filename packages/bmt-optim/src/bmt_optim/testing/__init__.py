@@ -2,7 +2,7 @@
 
 A :class:`Subject` is an optimizer, ours or anybody's, with its author's single-device code beside it. A
 :class:`Framework` shards a model. Each of :data:`CASES` trains a small model of ragged shapes over the framework's
-ranks, and the same parameters on one device with the author's code and the mean of the gradients::
+ranks. It trains the same parameters on one device with the author's code and the mean of the gradients::
 
     from bmt_optim.testing import CASES, FRAMEWORKS, Subject, check
 

@@ -14,7 +14,7 @@ from .subjects import subjects, versions
 
 
 def _told(failures: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """What became of cases (subject, framework, case, outcome) that did not pass, those alike together."""
+    """The (subject, framework, case, outcome) of cases that did not pass, grouped by subject and outcome."""
     alike: dict[tuple[str, str], dict[str, list[str]]] = {}
     for subject, framework, case, what in failures:
         alike.setdefault((subject, what.partition("(")[0].rstrip()), {}).setdefault(framework, []).append(case)
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if subject.name.endswith("*") and isinstance(FRAMEWORKS[name], (Zero, Slices)):
                 cells.append("")  # not its own framework
                 continue
-            found = outcomes(subject, name, chosen.cases, chosen.timeout)
-            good, run = found.count("pass"), len(found) - found.count("-")
+            results = outcomes(subject, name, chosen.cases, chosen.timeout)
+            good, run = results.count("pass"), len(results) - results.count("-")
             cells.append(f"{good} of {run}" if good < run else f"all {run}")
-            for case, what in zip(chosen.cases, found):
+            for case, what in zip(chosen.cases, results):
                 if what not in ("pass", "-"):
                     failures.append((subject.name, name, case, what))
                     print(*failures[-1], sep=", ", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What is special in a training of the conformance kit, and the model that is trained."""
+"""The training cases of the conformance kit, and the model that is trained."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ RAGGED = ((7, 5), (5,), (3, 4), (11, 2), (6, 9), (1, 6), (2,), (13, 3))
 
 @dataclass(frozen=True)
 class Case:
-    """What is special in a training.
+    """The settings of a training.
 
     Attributes:
         shapes: of the parameters.
         frozen, unused, tied: indices of parameters that do not require a gradient, are not used, are used twice.
-        missing: indices of parameters that the last rank does not use. It uses others of their layers: a sharded layer
-            that some ranks do not call is an error.
+        missing: indices of parameters that the last rank does not use. It uses others of their layers, because a
+            sharded layer that some ranks do not call is an error.
         micro: backward passes per step.
         overflow: steps in which the last rank has an infinite gradient; all ranks skip them.
         clip: the largest norm of all gradients; ``None``: any.
         groups: whether there are two parameter groups with other options.
-        schedule: whether learning rate and momentum change on the way.
-        dtype: of the parameters. Of half-precision ones the master weights are compared, if there are such.
-        resume: whether training goes on half way in a new optimizer, at another layout if the framework has one.
+        schedule: whether learning rate and momentum change during training.
+        dtype: of the parameters. If there are master weights, they are compared in place of the parameters.
+        resume: whether a new optimizer resumes half way, at another layout if the framework has one.
         meta: whether the model is sharded on the meta device.
     """
 

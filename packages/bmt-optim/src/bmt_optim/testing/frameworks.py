@@ -1,4 +1,4 @@
-"""What shards the models of the conformance kit: an adapter each."""
+"""The frameworks that shard the models of the conformance kit: an adapter each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bmt_comm import ParallelContext, Slice, init_distributed, slice_of
-from bmt_optim.slices import cut
+from bmt_optim.slices import shard_of
 
 from .cases import Bags
 
 
 class Framework:
-    """What shards a model. Subclasses are adapters; see those below.
+    """Shards a model. Subclasses are adapters; see those below.
 
     Attributes:
-        ranks: how many it runs on.
-        divide: what a rank's loss is divided by, so that gradients are means over ranks.
-        least: how many parameters a model has at least.
+        ranks: the number of ranks it runs on.
+        divide: the divisor of a rank's loss, so that gradients are means over ranks.
+        least: the least number of parameters of a model.
         lacks: cases that it does not have.
     """
 
@@ -46,7 +46,7 @@ class Framework:
         raise NotImplementedError
 
     def train(self, model: nn.Module, passes: Sequence[Mapping[str, Tensor]], means: Mapping[int, Tensor]) -> None:
-        """Run backward passes with this rank's coefficients; ``means`` are what the gradients come to."""
+        """Run backward passes with this rank's coefficients. ``means`` are the resulting gradients."""
         for coefficients in passes:
             (model(coefficients) / self.divide).backward()
 
@@ -103,7 +103,7 @@ class Zero(Framework):
 
 
 class Slices(Framework):
-    """Parameters that are cut by hand into rows, and in tensor-parallel pieces, or over stages of a pipeline.
+    """Parameters that are sharded by hand: by rows, and over tensor-parallel ranks, or stages of a pipeline.
 
     They carry a ``bmt_slice``, and get their gradients without a backward pass.
     """
@@ -113,7 +113,7 @@ class Slices(Framework):
 
     def __init__(self, tp_size: int = 1, pipe_size: int = 1) -> None:
         self.tp_size, self.pipe_size = tp_size, pipe_size
-        self.least = pipe_size  # no stage is without: torch's optimizers take no empty list
+        self.least = pipe_size  # every stage needs one: torch's optimizers take no empty list
 
     def start(self) -> ParallelContext:
         self.context = init_distributed(tp_size=self.tp_size, pipe_size=self.pipe_size)
@@ -129,7 +129,7 @@ class Slices(Framework):
                 if where is None:
                     delattr(layer, name)
                     continue
-                mine = nn.Parameter(cut(param.detach(), where).clone(), requires_grad=param.requires_grad)
+                mine = nn.Parameter(shard_of(param.detach(), where).clone(), requires_grad=param.requires_grad)
                 mine.bmt_slice = where  # type: ignore[attr-defined]
                 layer.register_parameter(name, mine)
         return model
@@ -141,13 +141,13 @@ class Slices(Framework):
         outer = context.pipe_size > 1 and n % (context.pipe_size + 1) == context.pipe_size  # every stage has it
         tp: dict[str, Any] = {}
         rows, dim = context.outer_zero if outer else context.zero, n % 3
-        piece, row_dims = list(shape), 2 if len(shape) == 3 else 1
+        tp_shard_shape, row_dims = list(shape), 2 if len(shape) == 3 else 1
         if context.tp_size > 1 and dim < len(shape):
             length, size, rank = shape[dim], context.tp_size, context.tp_rank
             first, last = length * rank // size, length * (rank + 1) // size
             tp = {"tp_dim": dim, "tp_offset": first, "tp_extent": last - first, "tp_comm": context.tp}
-            rows, piece[dim] = context.tp_zero, last - first
-        count = math.prod(piece[:row_dims])
+            rows, tp_shard_shape[dim] = context.tp_zero, last - first
+        count = math.prod(tp_shard_shape[:row_dims])
         start, stop = count * rows.rank // rows.size, count * (rows.rank + 1) // rows.size
         if other:  # one rank has all
             start, stop = (0, count) if rows.rank == n % rows.size else (0, 0)
@@ -157,7 +157,7 @@ class Slices(Framework):
         for name, param in model.named_parameters():
             i = int(name.rsplit("p", 1)[1])
             if i in means and param.requires_grad:
-                param.grad = cut(means[i], slice_of(param)).to(param.dtype).clone()
+                param.grad = shard_of(means[i], slice_of(param)).to(param.dtype).clone()
 
 
 FRAMEWORKS: dict[str, Framework] = {

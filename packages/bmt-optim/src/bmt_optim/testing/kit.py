@@ -20,7 +20,7 @@ from bmt_comm import ParallelContext, local_tensor, slice_of
 from bmt_comm.testing import Outcome, RankPool
 from bmt_optim.distributed import DistributedOptimizer
 from bmt_optim.manager import OptimManager
-from bmt_optim.slices import assemble, cut
+from bmt_optim.slices import shard_of, unshard
 
 from .cases import CASES, Bags, Case
 from .frameworks import FRAMEWORKS, Framework
@@ -34,11 +34,11 @@ class Subject:
 
     Attributes:
         name: for the table.
-        optimizer, author: made of parameter groups and ``options``. Importable: ranks get them by pickle.
+        optimizer, author: called with parameter groups and ``options``. Importable: ranks get them by pickle.
         options: of both.
-        author_options: that the author's code has instead, or besides.
+        author_options: further options of the author's code, which override ``options``.
         group_options: of every parameter group.
-        dims: how many dimensions parameters may have; ``None``: any number.
+        dims: the numbers of dimensions that parameters may have; ``None``: any number.
         least: the smallest length of a dimension of a parameter.
         tolerance: the largest relative error of an update.
     """
@@ -68,27 +68,27 @@ def _values(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) ->
 
 def _passes(case: Case, shapes: Sequence[tuple[int, ...]], step: int, rank: int, ranks: int) -> list[dict[str, Tensor]]:
     """The coefficients of every backward pass of a step on a rank, by the names of parameters."""
-    half = case.dtype is not torch.float32  # ranks have the same gradients then, so that their mean is exact
+    half = case.dtype is not torch.float32  # all ranks have the same gradients, so that their mean is exact
     passes = []
     for micro in range(case.micro):
-        found = {}
+        coefficients = {}
         values = _values(shapes, 1000 * (step + 1) + 10 * micro + (0 if half else rank), case.dtype)
         again = _values(shapes, 1000 * (step + 1) + 10 * micro + (500 if half else 500 + rank), case.dtype)
         for i, (one, two) in enumerate(zip(values, again)):
             if i in case.unused or (i in case.missing and rank == ranks - 1 > 0):
                 continue
-            found[f"p{i}"] = one * math.inf if step in case.overflow and rank == ranks - 1 else one
+            coefficients[f"p{i}"] = one * math.inf if step in case.overflow and rank == ranks - 1 else one
             if i in case.tied:
-                found[f"p{i}_again"] = two
-        passes.append(found)
+                coefficients[f"p{i}_again"] = two
+        passes.append(coefficients)
     return passes
 
 
 def _means(case: Case, shapes: Sequence[tuple[int, ...]], step: int, ranks: int) -> dict[int, Tensor]:
     means: dict[int, Tensor] = {}
     for rank in range(ranks):
-        for found in _passes(case, shapes, step, rank, ranks):
-            for name, value in found.items():
+        for coefficients in _passes(case, shapes, step, rank, ranks):
+            for name, value in coefficients.items():
                 i = int(name[1:].split("_")[0])
                 means[i] = means.get(i, torch.zeros(shapes[i], device="cpu")) + value.float() / ranks
     return means
@@ -154,7 +154,7 @@ class _Training:
         if meta:
             with torch.no_grad():
                 for i, p in self.params.items():
-                    local_tensor(p).copy_(cut(values[i], slice_of(p)))
+                    local_tensor(p).copy_(shard_of(values[i], slice_of(p)))
         trained = {i: p for i, p in self.params.items() if p.requires_grad}
         self.optimizer = self.subject.optimizer(_groups(self.subject, self.case, trained), **self.subject.options)
         self.manager: OptimManager | None = None
@@ -166,8 +166,8 @@ class _Training:
             self.manager.add_optimizer(self.optimizer)
 
     def resume(self) -> None:
-        """Go on in a new model and a new optimizer, with the whole state."""
-        weights = self.whole()
+        """Go on in a new model and a new optimizer, with the full state."""
+        weights = self.unsharded()
         states = StateDictOptions(full_state_dict=True, cpu_offload=True)
         ours = _is_ours(self.optimizer)
         if ours:
@@ -194,7 +194,7 @@ class _Training:
             self.optimizer.zero_grad()
             scale = 1.0 if self.manager is None else self.manager.loss_scale
             passes = _passes(case, shapes, step, self.context.rank, ranks)
-            passes = [{name: c * scale for name, c in found.items()} for found in passes]
+            passes = [{name: c * scale for name, c in coefficients.items()} for coefficients in passes]
             means = {i: mean * scale for i, mean in _means(case, shapes, step, ranks).items()}
             self.framework.train(self.model, passes, means)
             if self.manager is not None:
@@ -204,25 +204,25 @@ class _Training:
                 continue
             if case.clip is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), case.clip)
-            if step not in case.overflow:  # else GradScaler, or whatever steps it, leaves it out
+            if step not in case.overflow:  # GradScaler would skip this step
                 self.optimizer.step()
 
-    def whole(self) -> list[Tensor]:
-        """All parameters as they are now, or their masters, on all ranks."""
-        found = {}
+    def unsharded(self) -> list[Tensor]:
+        """The current parameters, or their masters, unsharded, on all ranks."""
+        weights = {}
         for i, p in self.params.items():
             weight = self.optimizer.state.get(p, {}).get("master", local_tensor(p.detach()))
-            found[i] = assemble(weight.detach().float(), slice_of(p))
+            weights[i] = unshard(weight.detach().float(), slice_of(p))
         if self.context.pipe_size > 1:
-            for others in self.context.world.all_gather_object(found):
-                found.update(others)
-        return [found[i] for i in range(len(self.start))]
+            for others in self.context.world.all_gather_object(weights):
+                weights.update(others)
+        return [weights[i] for i in range(len(self.start))]
 
 
 def _errors(subject: Subject, framework: Framework, names: Sequence[str]) -> list[float]:
-    """On a rank: the largest relative error of an update in each case."""
+    """The largest relative error of an update in each case. Runs on a rank."""
     context = framework.start()
-    found = []
+    worst = []
     for name in names:
         case = CASES[name]
         torch.manual_seed(0)
@@ -230,18 +230,18 @@ def _errors(subject: Subject, framework: Framework, names: Sequence[str]) -> lis
         training.run()
         errors = [0.0]
         expected = _reference(subject, case, training.start, framework.ranks)
-        for start, ours, theirs in zip(training.start, training.whole(), expected):
+        for start, ours, theirs in zip(training.start, training.unsharded(), expected):
             difference, update = (ours - theirs).double().norm(), (theirs - start.float()).double().norm()
             errors.append(float(difference / update if update else difference))
-        found.append(torch.tensor(errors, device="cpu").max().item())  # NaN if there is one
-    return found
+        worst.append(torch.tensor(errors, device="cpu").max().item())  # NaN if there is one
+    return worst
 
 
 _pool = RankPool()
 
 
 def outcomes(subject: Subject, framework: str | Framework, names: Sequence[str], timeout: float = 60.0) -> list[str]:
-    """What became of each case: "pass", "wrong by …", "raises …", "hangs", or "-" where the framework lacks it."""
+    """The outcome of each case: "pass", "wrong by …", "raises …", "hangs", or "-" where the framework lacks it."""
     if isinstance(framework, str):
         framework = FRAMEWORKS[framework]
     sizes = {name: len(_shapes(subject, framework, CASES[name])) for name in names}
@@ -259,15 +259,10 @@ def outcomes(subject: Subject, framework: str | Framework, names: Sequence[str],
             f"raises {raised[0].error_type.rsplit('.', 1)[-1]}: {text.split(': ', 1)[-1][:80]}" if raised else "hangs"
         )
         return [told if name in wanted else "-" for name in names]
-    worst = dict(
-        zip(
-            wanted,
-            (
-                max(errors, key=lambda e: math.inf if math.isnan(e) else e)
-                for errors in zip(*(r.value for r in reports))
-            ),
-        )
-    )
+    of_ranks = zip(*(r.value for r in reports))
+    worst = {
+        name: max(errors, key=lambda e: math.inf if math.isnan(e) else e) for name, errors in zip(wanted, of_ranks)
+    }
     return [
         "-" if name not in worst else "pass" if worst[name] <= subject.tolerance else f"wrong by {worst[name]:.0e}"
         for name in names
@@ -276,10 +271,10 @@ def outcomes(subject: Subject, framework: str | Framework, names: Sequence[str],
 
 def check(subject: Subject, framework: str | Framework, case: str, timeout: float = 60.0) -> None:
     """Raise AssertionError unless ``subject`` passes the case of :data:`CASES`, or the framework lacks it."""
-    [found] = outcomes(subject, framework, [case], timeout)
-    assert found in ("pass", "-"), f"{subject.name} over {framework}, {case}: {found}"
+    [outcome] = outcomes(subject, framework, [case], timeout)
+    assert outcome in ("pass", "-"), f"{subject.name} over {framework}, {case}: {outcome}"
 
 
 def close() -> None:
-    """End the processes that ranks run in. They start again when they are needed."""
+    """End the rank processes. They start again when they are needed."""
     _pool.close()

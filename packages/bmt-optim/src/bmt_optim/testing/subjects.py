@@ -42,7 +42,7 @@ def _author(where: str) -> Any:
 
 @dataclass(frozen=True)
 class _Imported:
-    """Makes an author's optimizer. Ranks import its class, which may not be possible in the usual way."""
+    """Makes an author's optimizer. Ranks import its class themselves, by :func:`_author`."""
 
     where: str
 
@@ -53,9 +53,9 @@ class _Imported:
         return optimizer
 
 
-def versions(found: Iterable[Subject]) -> str:
-    """Of Python, torch and the packages that the authors' code is in."""
-    packages = {s.author.where.partition(":")[0].partition(".")[0] for s in found if isinstance(s.author, _Imported)}
+def versions(tested: Iterable[Subject]) -> str:
+    """The versions of Python, torch and the packages with the authors' code."""
+    packages = {s.author.where.partition(":")[0].partition(".")[0] for s in tested if isinstance(s.author, _Imported)}
     distributions = importlib.metadata.packages_distributions()
     names = {name for package in packages for name in distributions.get(package, [])}
     of_packages = [f"{name} {importlib.metadata.version(name)}" for name in sorted(names - {"torch"})]
@@ -63,7 +63,7 @@ def versions(found: Iterable[Subject]) -> str:
 
 
 def subjects() -> Iterator[Subject]:
-    """Optimizers of this package and of others, as far as their authors' code is installed; others' end in ``*``."""
+    """Optimizers of this package and of others whose authors' code is installed; others' names end in ``*``."""
     adam = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     muon = {"lr": 0.02, "weight_decay": 0.1}
     adafactor = {"lr": 0.02, "weight_decay": 0.1}
