@@ -711,7 +711,7 @@ class Owner:
     def __init__(self):
         self.errors = []
 
-    def give_up(self, error):
+    def fail(self, error):
         self.errors.append(error)
 
     def stop_waits(self, why):
