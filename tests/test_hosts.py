@@ -221,7 +221,7 @@ def test_bytes_cross_to_another_host_once(ctx):
         assert sum(sent) == 4000
         sent.clear()
         over.all_reduce(torch.ones(20_000))
-        assert sum(sent) == 40_000  # this rank's half, in one trip
+        assert sum(sent) == 40_000  # this rank's half, one-shot
 
 
 @pytest.mark.ranks(4)

@@ -36,7 +36,7 @@ from bmt_comm.work import DONE
 OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
-SIZES = [1, 6, 300_000]  # the last one, in four bytes, in several pieces
+SIZES = [1, 6, 300_000]  # the last one, in four bytes, in several steps
 
 
 @contextlib.contextmanager
@@ -711,7 +711,7 @@ class Owner:
     def __init__(self):
         self.errors = []
 
-    def give_up(self, error):
+    def fail(self, error):
         self.errors.append(error)
 
     def stop_waits(self, why):

@@ -33,16 +33,16 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
-PIECE = 96  # bytes
+STEP = 96  # bytes
 ROOM = 1 << 20
 
 
 @contextlib.contextmanager
 def pair(ctx, pages=2, room=ROOM):
-    """A communicator with tiny pieces in shared memory, and one that sends messages."""
+    """A communicator with tiny steps in shared memory, and one that sends messages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bmt_comm.shared_memory, "_PIECE_BYTES", PIECE)
-        patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 20 * PIECE)
+        patch.setattr(bmt_comm.shared_memory, "_STEP_BYTES", STEP)
+        patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 20 * STEP)
         patch.setattr(bmt_comm.shared_memory, "_CAPACITIES", (room, pages * mmap.PAGESIZE))
         shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
         assert shared.share_memory()
@@ -72,7 +72,7 @@ def test_every_collective_at_every_size_is_that_of_messages_bit_for_bit(ctx):
     with pair(ctx) as (shared, messages):
         n, rank = ctx.world_size, ctx.rank
         for dtype in DTYPES:
-            unit = PIECE // dtype.itemsize
+            unit = STEP // dtype.itemsize
             for numel in (
                 0,
                 1,
@@ -297,7 +297,7 @@ def test_collectives_that_differ_without_a_wait_are_refused_at_the_next_wait(ctx
 
 
 @pytest.mark.ranks(2, timeout=30)
-def test_collectives_in_another_order_are_refused_where_large_ones_have_a_lane_of_their_own(ctx):
+def test_collectives_in_another_order_are_refused_where_large_ones_have_a_separate_channel(ctx):
     comm = Communicator(dist.new_group([0, 1]))
     assert comm.share_memory()
     sizes = [2, 500_000] if ctx.rank else [500_000, 2]
@@ -421,7 +421,7 @@ def test_shutdown_gives_all_back_whoever_holds_a_communicator():
         for _ in range(2):
             ctx.world.all_reduce(torch.ones(2))
             ctx.tp.all_reduce(torch.ones(1_000_000))
-        # For what is sent at the call, what is sent in pieces, and single messages: both ranks' memory (each map has a
+        # For the eager channel, the pipelined channel, and single messages: both ranks' memory (each map has a
         # copy of its file's descriptor). And the other's process.
         assert [new - old for new, old in zip(held(), before)] == [6, 0, 9, 1]
         shutdown()
@@ -763,7 +763,7 @@ def test_a_root_does_not_run_ahead_without_bounds(ctx):
     with pair(ctx, room=1 << 24) as (shared, by_gloo), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 1 << 20)
         patch.setattr(bmt_comm.shared_memory, "_RUN_AHEAD_BYTES", 1 << 20)
-        exchange = shared._on_host._whole._exchange
+        exchange = shared._on_host._eager._exchange
         most, count = 0, 40
         for number in range(count):
             x = torch.full((50_000,), float(number if ctx.rank == 0 else -1))

@@ -1,4 +1,4 @@
-"""Ranks that disagree are told the first difference."""
+"""Ranks that disagree get an error that names the first difference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_agreement_is_silent(ctx):
 
 
 @pytest.mark.ranks(3)
-def test_every_rank_is_told_the_first_difference(ctx):
+def test_every_rank_gets_the_first_difference(ctx):
     odd = ctx.rank == 2
     for mine, message in [
         (
@@ -49,7 +49,7 @@ def test_every_rank_is_told_the_first_difference(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_at_different_calls_are_told_so(ctx):
+def test_ranks_at_different_calls_get_both(ctx):
     with pytest.raises(RuntimeError, match="on what comes next: rank 0 is at saving, rank 1 at loading"):
         check_agreement(ctx.world, "loading" if ctx.rank else "saving", [])
 

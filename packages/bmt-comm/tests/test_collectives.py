@@ -102,7 +102,7 @@ def test_broadcast_backward_goes_to_the_root_alone(ctx, device_type):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_precisions_and_large_tensors(ctx, device_type, dtype):
-    # 140 000 elements: in both dtypes more than goes in one trip.
+    # 140 000 elements: in both dtypes too large for a one-shot all-reduce.
     tolerance = (1e-6, 1e-6) if dtype == torch.float32 else (1e-2, 1e-2)
     for shape in [(8, 3), (140_000,)]:
         for op in OPS:

@@ -28,7 +28,7 @@ DTYPES = [
     torch.uint8,
 ]
 # In float32: empty, tiny, not divisible, and around the threshold of the all-reduce in segments.
-THRESHOLD = module._ONE_TRIP_BYTES // 4
+THRESHOLD = module._ONE_SHOT_BYTES // 4
 SIZES = [0, 1, 5, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1]
 
 
@@ -127,8 +127,8 @@ def test_max_and_min_keep_a_nan_whoever_holds_it(ctx, device_type):
 @pytest.mark.ranks(2, 3)
 def test_large_all_reduces_in_many_segments(ctx, device_type):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_ONE_TRIP_BYTES", 64)
-        patch.setattr(module, "_ONE_TRIP_BYTES_OF_PAIR", 64)
+        patch.setattr(module, "_ONE_SHOT_BYTES", 64)
+        patch.setattr(module, "_ONE_SHOT_BYTES_OF_PAIR", 64)
         patch.setattr(module, "_SEGMENT_BYTES", 256)
         patch.setattr(Communicator, "_on_host", property(lambda comm: exchanges[comm.group]))
         exchanges = {ctx.world.group: module.DirectExchange(ctx.world.group)}
@@ -422,11 +422,11 @@ def test_traffic_counts_what_a_rank_must_send(ctx):
     comm.broadcast(x, 0)
     if n > 1:
         comm.send_recv([(x, (ctx.rank + 1) % n)], [(torch.empty_like(x), (ctx.rank - 1) % n)])
-    found = {op: (count.calls, count.bytes) for op, count in comm.traffic.items()}
+    counts = {op: (count.calls, count.bytes) for op, count in comm.traffic.items()}
     if n == 1:
-        assert found == {}
+        assert counts == {}
         return
-    assert found == {
+    assert counts == {
         "all_gather": (2, 2 * (n - 1) * 24),
         "reduce_scatter": (1, (n - 1) * 48),
         "all_reduce": (1, 2 * (n - 1) * 24 // n),

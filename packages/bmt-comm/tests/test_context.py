@@ -295,7 +295,7 @@ DIFFERS = """
 """
 
 
-def test_all_ranks_are_told_what_differs_before_the_one_that_keeps_the_store_ends(tmp_path):
+def test_all_ranks_read_what_differs_before_the_one_that_keeps_the_store_ends(tmp_path):
     with three_ranks(DIFFERS, tmp_path) as ranks:
         for process in ranks:
             said = process.communicate(timeout=60)[0]
@@ -303,7 +303,7 @@ def test_all_ranks_are_told_what_differs_before_the_one_that_keeps_the_store_end
 
 
 def test_a_store_that_cannot_be_reached_is_named():
-    with socket.socket() as probe:  # where nobody listens
+    with socket.socket() as probe:  # a port on which no process listens
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}?rank=1&world_size=2"
         with pytest.raises(RuntimeError, match=r"rank 1 could not reach rank 0 at 127\.0\.0\.1:\d+ in 1 seconds"):

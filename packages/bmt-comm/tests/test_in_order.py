@@ -19,7 +19,7 @@ def pair(ctx: ParallelContext) -> Communicator:
 
 
 @pytest.mark.ranks(2, nccl_rules="lazy", timeout=30)
-def test_the_first_messages_of_a_pair_block_even_if_nobody_waits_for_them(ctx: ParallelContext) -> None:
+def test_the_first_messages_of_a_pair_block_even_without_a_wait(ctx: ParallelContext) -> None:
     """What the pipeline once did: each rank began with a send, on a communicator for its direction."""
     ways = [pair(ctx), pair(ctx)]
     with pytest.raises(WaitCycleError, match=r"(?s)ranks 0, 1 wait for ever.*rank 0 waits in .*rank 1 waits in "):
@@ -75,12 +75,12 @@ def test_results_are_not_there_before_wait(ctx: ParallelContext) -> None:
     assert out.tolist() == [0, 0, 1, 1]
     assert part.tolist() == [0 + 4 * rank, 2 + 4 * rank]
     assert total.tolist() == [1, 1]
-    whole = torch.full((4,), math.nan)
-    whole[2 * rank : 2 * rank + 2] = rank
-    work = comm.all_gather(whole, whole[2 * rank : 2 * rank + 2], async_op=True)
-    assert whole.isnan().sum() == 2  # what this rank has sent is there
+    out = torch.full((4,), math.nan)
+    out[2 * rank : 2 * rank + 2] = rank
+    work = comm.all_gather(out, out[2 * rank : 2 * rank + 2], async_op=True)
+    assert out.isnan().sum() == 2  # the part that this rank has sent is there
     work.wait()
-    assert whole.tolist() == [0, 0, 1, 1]
+    assert out.tolist() == [0, 0, 1, 1]
     assert random.getstate() == generator  # delays are not drawn from the caller's
 
 

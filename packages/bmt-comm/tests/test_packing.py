@@ -18,8 +18,8 @@ def test_numbers_come_back_from_a_buffer(kind, numel):
     packed = torch.full((how.bytes(numel),), 77, dtype=torch.uint8)
     how.pack(packed, values)
     how.unpack(out, packed, add=True)
-    for found, wanted in zip((out - 2.0).split(256), values.split(256)):
-        assert (found - wanted).abs().max() <= wanted.abs().max() / (254 if kind == "int8" else 27) + 1e-6
+    for result, expected in zip((out - 2.0).split(256), values.split(256)):
+        assert (result - expected).abs().max() <= expected.abs().max() / (254 if kind == "int8" else 27) + 1e-6
     assert len(packed) % 16 == 0
 
 

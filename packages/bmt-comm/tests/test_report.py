@@ -1,4 +1,4 @@
-"""Who is blamed, from what each rank tells about itself."""
+"""Which ranks are blamed, from the statuses of all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def waiting(number: int, name: str = "all_reduce", peers: tuple[int, ...] = (0, 
     }
 
 
-def word(count: int, *waits: Any, names: dict[str, str] | None = None, raised: str = "", key: str = "g") -> Any:
+def status(count: int, *waits: Any, names: dict[str, str] | None = None, raised: str = "", key: str = "g") -> Any:
     return {
         "waiting": list(waits),
         "groups": {key: (count, names or {})},
@@ -32,10 +32,10 @@ def word(count: int, *waits: Any, names: dict[str, str] | None = None, raised: s
 
 
 def test_the_rank_that_has_not_begun_the_operation():
-    words = {0: word(5, waiting(5)), 1: word(4), 2: word(5, waiting(5))}
-    assert awaited(words, {}) == {0: {1}, 2: {1}}
-    assert culprits(words, {}, 3) == [1]
-    said = describe("why", words, {}, 3)
+    statuses = {0: status(5, waiting(5)), 1: status(4), 2: status(5, waiting(5))}
+    assert awaited(statuses, {}) == {0: {1}, 2: {1}}
+    assert culprits(statuses, {}, 3) == [1]
+    said = describe("why", statuses, {}, 3)
     assert said.splitlines()[:3] == [
         "why",
         "  rank 1: is at train.py:3 in f, and waits for no operation; its last operation was x",
@@ -45,34 +45,34 @@ def test_the_rank_that_has_not_begun_the_operation():
 
 
 def test_the_last_of_a_chain():
-    words = {
-        0: word(5, waiting(5, peers=(0, 1))),
-        1: {**word(4, waiting(0, "receive from 1", peers=(2,), key="p"))},
-        2: word(0, key="other"),
+    statuses = {
+        0: status(5, waiting(5, peers=(0, 1))),
+        1: {**status(4, waiting(0, "receive from 1", peers=(2,), key="p"))},
+        2: status(0, key="other"),
     }
-    assert culprits(words, {}, 3) == [2]
+    assert culprits(statuses, {}, 3) == [2]
 
 
 def test_all_of_a_circle():
-    words = {0: word(0, waiting(0, "receive", peers=(1,))), 1: word(0, waiting(0, "receive", peers=(0,)))}
-    assert culprits(words, {}, 2) == [0, 1]
+    statuses = {0: status(0, waiting(0, "receive", peers=(1,))), 1: status(0, waiting(0, "receive", peers=(0,)))}
+    assert culprits(statuses, {}, 2) == [0, 1]
 
 
 def test_ranks_that_call_different_operations():
-    words = {
-        0: word(5, waiting(5, "all_reduce"), names={"5": "all_reduce"}),
-        1: word(5, waiting(5, "all_gather"), names={"5": "all_gather"}),
-        2: word(6, names={"5": "all_reduce"}),
+    statuses = {
+        0: status(5, waiting(5, "all_reduce"), names={"5": "all_reduce"}),
+        1: status(5, waiting(5, "all_gather"), names={"5": "all_gather"}),
+        2: status(6, names={"5": "all_reduce"}),
     }
-    assert awaited(words, {}) == {0: {1}, 1: {0, 2}}
+    assert awaited(statuses, {}) == {0: {1}, 1: {0, 2}}
 
 
 def test_ranks_that_have_ended_raised_or_do_not_answer():
-    words = {0: word(5, waiting(5)), 2: word(3)}
-    assert culprits(words, {1: "ended"}, 3) == [1]
-    assert "rank 1: has ended" in describe("why", words, {1: "ended"}, 3)
-    assert "rank 1: does not answer; it is stopped" in describe("why", words, {1: "stopped"}, 3)
-    assert "rank 1: does not answer; it may be in native code" in describe("why", words, {1: "alive"}, 3)
-    words[1] = word(3, raised="Traceback\nValueError: no\n")
-    assert culprits(words, {}, 3) == [1]
-    assert describe("why", words, {}, 3).splitlines()[1] == "  rank 1: raised ValueError: no"
+    statuses = {0: status(5, waiting(5)), 2: status(3)}
+    assert culprits(statuses, {1: "ended"}, 3) == [1]
+    assert "rank 1: has ended" in describe("why", statuses, {1: "ended"}, 3)
+    assert "rank 1: does not answer; it is stopped" in describe("why", statuses, {1: "stopped"}, 3)
+    assert "rank 1: does not answer; it may be in native code" in describe("why", statuses, {1: "alive"}, 3)
+    statuses[1] = status(3, raised="Traceback\nValueError: no\n")
+    assert culprits(statuses, {}, 3) == [1]
+    assert describe("why", statuses, {}, 3).splitlines()[1] == "  rank 1: raised ValueError: no"

@@ -83,7 +83,7 @@ def test_a_batch_meets_several_operations_of_a_peer() -> None:
 def test_a_circle_of_three_is_found_when_it_closes_and_not_before() -> None:
     rules = Rules(4)
     for rank in range(3):
-        receive = messages(rank, ("from", (rank + 1) % 3), key=f"{rank}")  # which nobody will post
+        receive = messages(rank, ("from", (rank + 1) % 3), key=f"{rank}")  # which no rank will post
         rules.post(receive)
         assert not rules.failure
         wait(rules, receive)

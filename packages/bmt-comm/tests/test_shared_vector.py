@@ -90,9 +90,9 @@ def test_a_vector_that_lies_where_others_read_it_is_reduced_as_another(ctx, dtyp
         unused = comm.empty(100, dtype)
         comm.discard(unused)
         if step % 2:  # two are under way
-            for work, found, wanted in works:
+            for work, result, expected in works:
                 work.wait()
-                assert torch.equal(found, wanted)
+                assert torch.equal(result, expected)
             works.clear()
 
 
@@ -113,7 +113,7 @@ def test_vectors_lie_in_the_same_memory_again(ctx):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("numel", [7, 3 << 19])  # more than four pieces, too
+@pytest.mark.parametrize("numel", [7, 3 << 19])  # also more than four steps
 def test_one_rank_that_has_no_room_left_copies_and_the_others_do_not_notice(ctx, numel):
     comm = ctx.world
     if not shares(comm):

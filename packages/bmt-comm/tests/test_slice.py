@@ -17,14 +17,14 @@ def numbered(*shape):
 
 
 @st.composite
-def cut_shapes(draw):
+def sharded_shapes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
     tp_dim = draw(st.none() | st.integers(0, len(shape) - 1))
     row_dims = draw(st.integers(1, len(shape)))
     return shape, tp_dim, draw(st.integers(1, 4)), draw(st.integers(1, 4)), row_dims
 
 
-def cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims):
+def make_slice(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims):
     extra = {}
     if tp_dim is not None:
         start, stop = _chunk_range(shape[tp_dim], tp_parts, tp)
@@ -34,24 +34,24 @@ def cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims):
     return Slice(shape, *_chunk_range(tp_shard_rows, row_parts, rows), **extra, row_dims=row_dims)
 
 
-@given(cut_shapes())
+@given(sharded_shapes())
 def test_the_slices_of_all_ranks_cover_every_element_once(case):
     shape, tp_dim, tp_parts, row_parts, row_dims = case
     full = numbered(*shape)
     seen = []
     for tp in range(tp_parts if tp_dim is not None else 1):
         for rows in range(row_parts):
-            piece = cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims)
-            part = select_rows(tp_shard_of(full, piece), piece)
-            assert tuple(part.shape) == piece.local_shape
-            assert part.numel() == piece.numel == (piece.row_stop - piece.row_start) * piece.row_numel
-            # the definition: first the tensor-parallel piece, then its rows
-            held = full if tp_dim is None else full.narrow(tp_dim, piece.tp_offset, piece.tp_extent)
-            assert tuple(held.shape) == piece.tp_shard_shape
+            where = make_slice(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims)
+            part = select_rows(tp_shard_of(full, where), where)
+            assert tuple(part.shape) == where.local_shape
+            assert part.numel() == where.numel == (where.row_stop - where.row_start) * where.row_numel
+            # the definition: first the tensor-parallel shard, then its rows
+            held = full if tp_dim is None else full.narrow(tp_dim, where.tp_offset, where.tp_extent)
+            assert tuple(held.shape) == where.tp_shard_shape
             held = held.flatten(0, row_dims - 1)
-            assert len(held) == piece.tp_shard_rows
-            assert torch.equal(part, held[piece.row_start : piece.row_stop])
-            assert not part.numel() or full[piece.offset] == part.flatten()[0]
+            assert len(held) == where.tp_shard_rows
+            assert torch.equal(part, held[where.row_start : where.row_stop])
+            assert not part.numel() or full[where.offset] == part.flatten()[0]
             seen += part.flatten().tolist()
     assert sorted(seen) == full.flatten().tolist()
 
@@ -107,19 +107,19 @@ def check(x, full):
     """The slice of a DTensor names just what the DTensor holds here, and over whom the rest is spread."""
     from torch import distributed as dist
 
-    piece = slice_of(x)
+    where = slice_of(x)
     local = local_tensor(x).detach()
-    assert piece.shape == tuple(full.shape)
-    assert piece.local_shape == tuple(local.shape)
-    torch.testing.assert_close(local.cpu(), select_rows(tp_shard_of(full, piece), piece), rtol=0, atol=0)
-    assert slice_of(x) == piece  # the same communicators, not others on the same ranks
+    assert where.shape == tuple(full.shape)
+    assert where.local_shape == tuple(local.shape)
+    torch.testing.assert_close(local.cpu(), select_rows(tp_shard_of(full, where), where), rtol=0, atol=0)
+    assert slice_of(x) == where  # the same communicators, not others on the same ranks
     # Summed over its communicators, the numbers of elements are that of the logical tensor.
-    count = torch.tensor([float(piece.numel)], device=local.device)
-    for comm in piece.communicators:
+    count = torch.tensor([float(where.numel)], device=local.device)
+    for comm in where.communicators:
         comm.all_reduce(count)
     assert count.item() == full.numel()
     dist.barrier()
-    return piece
+    return where
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -131,14 +131,14 @@ def test_dtensors_on_one_mesh_dimension(ctx):
         full = numbered(*shape)
         for placement in (Shard(0), Replicate(), Shard(len(shape) - 1)):
             x = distribute_tensor(full.to(ctx.device), mesh, [placement])
-            piece = check(x, full)
+            where = check(x, full)
             if placement == Shard(0):
-                assert piece.row_comm.size == ctx.world_size
-                assert piece.tp_comm is None
+                assert where.row_comm.size == ctx.world_size
+                assert where.tp_comm is None
             elif placement == Replicate():
-                assert piece.communicators == ()
+                assert where.communicators == ()
             elif len(shape) > 1:
-                assert (piece.row_comm, piece.tp_dim, piece.tp_comm.size) == (None, len(shape) - 1, ctx.world_size)
+                assert (where.row_comm, where.tp_dim, where.tp_comm.size) == (None, len(shape) - 1, ctx.world_size)
     from torch.distributed.tensor import DTensor
 
     partial = DTensor.from_local(torch.ones(4, device=ctx.device), mesh, [Partial()], run_check=False)
@@ -181,22 +181,22 @@ def test_fsdp2_over_tensor_parallel_modules(ctx):
         full[name] = p.detach().cpu().clone()
     parallelize_module(model, ctx.mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=ctx.mesh["data"])
-    pieces = {name: check(p, full[name]) for name, p in model.named_parameters()}
+    slices = {name: check(p, full[name]) for name, p in model.named_parameters()}
     # Rows of the tensor-parallel rows: 5 of 10 on this tensor rank, of which 3 or 2 on this data rank.
     assert type(model[0].weight.placements[0]).__name__ == "_StridedShard"
-    first = pieces["0.weight"]
+    first = slices["0.weight"]
     assert (first.tp_dim, first.tp_offset, first.tp_extent) == (0, 5 * ctx.tp_rank, 5)
     assert (first.row_start, first.row_stop) == ((0, 3) if ctx.data_rank == 0 else (3, 5))
     assert (first.row_comm.ranks, first.tp_comm.ranks) == (ctx.tp_zero.ranks, ctx.tp.ranks)
-    second = pieces["1.weight"]
+    second = slices["1.weight"]
     assert (second.tp_dim, second.tp_offset, second.tp_shard_shape) == (1, 5 * ctx.tp_rank, (6, 5))
-    assert pieces["1.bias"].tp_comm is None
+    assert slices["1.bias"].tp_comm is None
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("blocks", [(), (6, 6, 6), (12, 6)])
-def test_pieces_of_a_fused_weight_are_its_part_of_every_block(ctx, dim, blocks):
+def test_shards_of_a_fused_weight_have_a_part_of_every_block(ctx, dim, blocks):
     full = numbered(18, 18).to(ctx.device)
     n, size, rank = 18 // ctx.world_size, ctx.world_size, ctx.rank
     where = Slice((18, 18), 0, n if dim == 0 else 18, None, dim, rank * n, n, ctx.world, blocks)
@@ -205,21 +205,21 @@ def test_pieces_of_a_fused_weight_are_its_part_of_every_block(ctx, dim, blocks):
         for start, length in zip(torch.tensor([0, *blocks]).cumsum(0).tolist(), blocks or (18,))
         for index in range(start + rank * length // size, start + (rank + 1) * length // size)
     ]
-    piece = tp_shard_of(full, where)
-    assert torch.equal(piece, full.index_select(dim, torch.tensor(expected, device=ctx.device)))
-    assert piece.shape == where.tp_shard_shape
-    assert torch.equal(unshard_tp(piece, where), full)
+    shard = tp_shard_of(full, where)
+    assert torch.equal(shard, full.index_select(dim, torch.tensor(expected, device=ctx.device)))
+    assert shard.shape == where.tp_shard_shape
+    assert torch.equal(unshard_tp(shard, where), full)
     other = 1 - dim
-    assert torch.equal(unshard_tp(piece.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
+    assert torch.equal(unshard_tp(shard.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
     if blocks and ctx.world_size > 1:
         with pytest.raises(ValueError, match=f"shard has 1 of the {n} along dimension {dim}, which is sharded in"):
-            unshard_tp(piece.narrow(dim, 0, 1), where)
+            unshard_tp(shard.narrow(dim, 0, 1), where)
 
 
 @pytest.mark.ranks(2)
-def test_blocks_that_cannot_be_cut_are_refused(ctx):
+def test_blocks_that_cannot_be_sharded_are_refused(ctx):
     for blocks in [(6, 6), (5, 3)]:
-        with pytest.raises(ValueError, match=r"do not make up dimension 0 of shape .* or cannot each be cut over 2"):
+        with pytest.raises(ValueError, match=r"do not make up dimension 0 of shape .* cannot each be sharded over 2"):
             Slice((8,), 0, 4, None, 0, 0, 4, ctx.world, blocks)
 
 

@@ -26,15 +26,15 @@ def test_objects_of_a_part_of_it(ctx):
 
 @pytest.mark.ranks(1, 3)
 def test_the_state_dict_of_rank_0_is_that_of_all(ctx, device_type):
-    whole = {"weight": torch.arange(6.0).view(2, 3).half(), "scalar": torch.tensor(7), "note": ["not", "a", "tensor"]}
-    found = store.DistributedStateDictWrapper(whole if ctx.rank == 0 else {})
-    assert list(found) == list(whole)
-    assert len(found) == 3
-    assert "bias" not in found
+    full = {"weight": torch.arange(6.0).view(2, 3).half(), "scalar": torch.tensor(7), "note": ["not", "a", "tensor"]}
+    wrapper = store.DistributedStateDictWrapper(full if ctx.rank == 0 else {})
+    assert list(wrapper) == list(full)
+    assert len(wrapper) == 3
+    assert "bias" not in wrapper
     for name in ("weight", "scalar"):
-        assert found[name].device.type == device_type
-        assert torch.equal(found[name].cpu(), whole[name])
-        assert found[name].dtype == whole[name].dtype
-    assert found["note"] == whole["note"]
+        assert wrapper[name].device.type == device_type
+        assert torch.equal(wrapper[name].cpu(), full[name])
+        assert wrapper[name].dtype == full[name].dtype
+    assert wrapper["note"] == full["note"]
     with pytest.raises(KeyError):
-        found["bias"]
+        wrapper["bias"]

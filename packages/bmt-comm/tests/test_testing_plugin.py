@@ -241,7 +241,7 @@ def test_a_rank_that_dies_fails_the_test_at_once(pytest_run: Callable[..., Run])
     assert time.monotonic() - start < 30
 
 
-def test_a_hang_is_cut_and_shows_every_stack(pytest_run: Callable[..., Run]) -> None:
+def test_a_hang_is_ended_and_shows_every_stack(pytest_run: Callable[..., Run]) -> None:
     run = pytest_run(
         """
         def wait_for_nothing():

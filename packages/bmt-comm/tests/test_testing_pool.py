@@ -25,7 +25,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, even if nobody has waited for it yet (Linux can tell)."""
+    """Whether the process has ended, even if its parent has not waited for it yet (Linux can tell)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

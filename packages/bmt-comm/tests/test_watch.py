@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bmt_comm import journal, watch
 from bmt_comm.operation import Operation
-from bmt_comm.report import Word
+from bmt_comm.report import Status
 from bmt_comm.startup import Peer
 
 SIZE = 256
@@ -41,7 +41,7 @@ class Counting:
 class OneOfMany(watch.Watch):
     """The watch of a simulated rank, which waits for the culprit or is it."""
 
-    def _word(self) -> Word:
+    def _status(self) -> Status:
         wait: Any = {"key": "world", "group": "world", "number": 5, "name": "all_reduce", "seconds": 9.0, "place": ""}
         wait["peers"] = list(range(SIZE))
         names = {str(number): "all_gather of float32 (1048576,) for the forward of layer 3" for number in range(64)}

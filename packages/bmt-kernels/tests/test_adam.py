@@ -34,7 +34,7 @@ def clones(tensors):
 
 
 def bits(tensor):
-    """The bits, with all NaN alike: their payloads are nobody's promise."""
+    """The bits, with all NaN alike: their payloads are unspecified."""
     tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 

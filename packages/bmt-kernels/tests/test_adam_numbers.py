@@ -204,16 +204,16 @@ class TestDeltaStats:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 16])
 def test_copies_stored_past_the_caches_have_the_same_bits(device, dtype, offset):
-    """A step over more than a last-level cache holds, and the same in pieces that fit."""
+    """A step over more than a last-level cache holds, and the same in parts that fit."""
     n = 1_500_000
     results = []
-    for pieces in (1, 5):
+    for parts in (1, 5):
         generator = torch.Generator().manual_seed(0)
         grad, master = (torch.randn(n, generator=generator).to(device) for _ in range(2))
         param = torch.zeros(n + offset + 1, dtype=dtype, device=device)
         lists = [param[offset : n + offset], grad, torch.zeros_like(grad), torch.zeros_like(grad), master]
-        for i in range(pieces):
-            *arguments, masters = [[t[n * i // pieces : n * (i + 1) // pieces]] for t in lists]
+        for i in range(parts):
+            *arguments, masters = [[t[n * i // parts : n * (i + 1) // parts]] for t in lists]
             bmt_kernels.adam_step(*arguments, masters=masters, step=1, **SETTINGS)
         assert torch.equal(lists[0], master.to(dtype))
         assert not param[:offset].any()

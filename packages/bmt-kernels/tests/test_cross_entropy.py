@@ -388,10 +388,10 @@ def test_the_default_dtype_does_not_matter(device, default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        found = with_gradient(cross_entropy, logits, target)
+        result = with_gradient(cross_entropy, logits, target)
     finally:
         torch.set_default_dtype(before)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(result, expected))
 
 
 def test_meta_tensors_give_shapes():

@@ -1,4 +1,4 @@
-"""Logits split over ranks give the loss and the gradient of the whole, with the same bits on every rank."""
+"""Sharded logits give the loss and the gradient of the logical ones, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_ranks_have_the_loss_and_their_columns_of_the_gradient(device, dtype, sp
             )
             return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
-        whole = logits.double().requires_grad_()
-        expected = F.cross_entropy(whole, target, None if weight is None else weight.double(), **options)
-        (expected_gradient,) = torch.autograd.grad(expected.sum(), whole)
+        full = logits.double().requires_grad_()
+        expected = F.cross_entropy(full, target, None if weight is None else weight.double(), **options)
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), full)
         results = on_every_rank(loss_of, split)
         gradient = torch.cat([columns for _, columns in results], dim=1)
         assert gradient.dtype is dtype
@@ -84,9 +84,9 @@ def test_masked_classes_and_huge_logits(device):
         loss = parallel_cross_entropy(leaf, target, gather, vocab_start=start, vocab_size=V, reduction="none")
         return loss.detach(), torch.autograd.grad(loss[[0, 1, 2, 3, 5]].sum(), leaf)[0]
 
-    whole = logits.double().requires_grad_()
-    expected = F.cross_entropy(whole, target, reduction="none")
-    (gradient,) = torch.autograd.grad(expected[[0, 1, 2, 3, 5]].sum(), whole)
+    full = logits.double().requires_grad_()
+    expected = F.cross_entropy(full, target, reduction="none")
+    (gradient,) = torch.autograd.grad(expected[[0, 1, 2, 3, 5]].sum(), full)
     for split in SPLITS:
         results = on_every_rank(loss_of, split)
         torch.testing.assert_close(results[0][0].double(), expected.detach(), rtol=2e-6, atol=2e-6)
@@ -145,7 +145,7 @@ def test_compiled_into_one_graph_it_is_the_same(settings):
     options = dict(settings)
     weight = torch.linspace(0.1, 2, V, device=device) if options.pop("weighted") else None
 
-    def whole(x):
+    def full(x):
         return cross_entropy(x * 2, target, weight, inplace_backward=True, **options)
 
     def part(x):
@@ -153,7 +153,7 @@ def test_compiled_into_one_graph_it_is_the_same(settings):
             x * 2, target, lambda mine: mine[None], vocab_start=0, vocab_size=V, weight=weight, **options
         )
 
-    for function in (whole, part):
+    for function in (full, part):
         torch._dynamo.reset()
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         results = []

@@ -20,13 +20,13 @@ RULES = [
     "a thread waits at __syncthreads, and others have ended",
     "threads wait at different __syncthreads",
     "the mask names a lane that has ended",
-    "lane",  # which lane is told of depends on the order
+    "lane",  # which lane is named depends on the order
     "a lane reads the value of another that the mask does not name",
 ]
 
 
 def break_rule(which: int) -> tuple[str, list[int]]:
-    """What a kernel of csrc/cuda_on_host/broken.cu is told, and what it has written."""
+    """The message for a kernel of csrc/cuda_on_host/broken.cu, and what the kernel has written."""
     library = ctypes.CDLL(_native.cuda_on_host_module.__file__)
     library.bmt_break_rule.restype = ctypes.c_char_p
     out = (ctypes.c_int64 * THREADS)()

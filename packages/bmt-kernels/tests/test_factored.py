@@ -299,12 +299,12 @@ class TestUpdate:
         factors, sums = sums_like(grads, 0.5), sums_like(grads, 3.0)
         written = [*masters, *params, *exp_avgs, *sums[0], *sums[1]]
         before = clones(written)
-        sizes, found = torch.ones(len(grads), device=device), torch.tensor([flag], device=device)
-        options = {"beta1": BETA1, "found_inf": found}
+        sizes, found_inf = torch.ones(len(grads), device=device), torch.tensor([flag], device=device)
+        options = {"beta1": BETA1, "found_inf": found_inf}
         bk.factored_residual_square_sums(grads, *factors, sizes, exp_avgs, *sums, eps=EPS, **options)
         bk.factored_update(params, grads, *factors, sizes, exp_avgs=exp_avgs, masters=masters, **options)
         assert same_bits(written, before)
-        found.zero_()
+        found_inf.zero_()
         bk.factored_residual_square_sums(grads, *factors, sizes, exp_avgs, *sums, eps=EPS, **options)
         bk.factored_update(params, grads, *factors, sizes, exp_avgs=exp_avgs, masters=masters, **options)
         assert not any(torch.equal(now, then) for now, then in zip(written, before))
@@ -353,14 +353,14 @@ class TestCompile:
         grads = random_list(64, device=device, shapes=[(9, 5)])
         factors, sums, sizes = sums_like(grads, 0.5), sums_like(grads, 0.0), torch.ones(1, device=device)
         scale = {"grad_scale": 2.0, "grad_factor": None}
-        found = {"found_inf": None}
+        no_flag = {"found_inf": None}
         ops, check = torch.ops.bmt_kernels, torch.library.opcheck
         check(ops.factored_square_sums, (grads, *sums), {"eps": EPS, **scale})
         check(ops.factored_update_square_sum, (grads, *factors, sizes.clone()), scale)
-        moments = {"beta1": BETA1, "eps": EPS, **scale, **found}
+        moments = {"beta1": BETA1, "eps": EPS, **scale, **no_flag}
         check(ops.factored_residual_square_sums, (grads, *factors, sizes, clones(grads), *sums), moments)
         options = {"decay_factors": None, "exp_avgs": clones(grads), "beta1": BETA1, "masters": [], "with_master": []}
-        check(ops.factored_update, (clones(grads), grads, *factors, sizes), {**options, **scale, **found})
+        check(ops.factored_update, (clones(grads), grads, *factors, sizes), {**options, **scale, **no_flag})
 
 
 def test_devices_without_kernels_are_served_by_the_reference():

@@ -1,4 +1,4 @@
-"""Averages of matrices that are cut between ranks: totals, moved averages, factors; and wrong calls."""
+"""Averages of matrices that are sharded over ranks: totals, updated averages, factors; and wrong calls."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def batches(rows):
     return sum(r.shape[:-1].numel() for r in rows)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found.double().cpu(), expected.double().cpu(), rtol=2e-6, atol=0)
+def close(result, expected):
+    torch.testing.assert_close(result.double().cpu(), expected.double().cpu(), rtol=2e-6, atol=0)
 
 
 def test_totals(device):
@@ -115,14 +115,14 @@ def test_the_parts_of_a_matrix_give_the_factors_of_the_whole(device):
     )
     moved = DECAY * row + (1 - DECAY) * squares.mean(-1)
     expected = (moved / moved.mean()).rsqrt(), (DECAY * col + (1 - DECAY) * squares.mean(-2)).rsqrt()
-    cuts = [slice(0, 5), slice(5, height)]
-    found = []
-    for mine in cuts:
+    shards = [slice(0, 5), slice(5, height)]
+    partials = []
+    for mine in shards:
         totals, before = torch.empty(2, 1, device=device).unbind()
         bk.factored_totals([row[mine].clone()], squares[mine].sum(-1), totals, before)
-        found.append((totals, before))
-    totals, before = (sum(parts) for parts in zip(*found, strict=True))
-    for mine in cuts:
+        partials.append((totals, before))
+    totals, before = (sum(parts) for parts in zip(*partials, strict=True))
+    for mine in shards:
         factors = torch.empty(mine.stop - mine.start, device=device), torch.empty(width, device=device)
         averages_here = [row[mine].clone()], [col.clone()]
         sums = squares[mine].sum(-1), squares.sum(-2)
@@ -196,8 +196,8 @@ def test_wrong_calls_change_nothing(way, case):
         bk.factored_averages(**arguments)
     for name, values in good_call().items():
         if name not in change and name not in ("heights", "widths", "decay"):
-            found = arguments[name]
-            assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True)), name
+            result = arguments[name]
+            assert all(torch.equal(a, b) for a, b in zip(result, values, strict=True)), name
 
 
 def test_memory_that_is_shared_is_refused(way):

@@ -112,11 +112,11 @@ def plain_trajectory(name, momentum):
     return result
 
 
-# ---- the same from the operations, every matrix cut into parts ---------------------------------
+# ---- the same from the operations, every matrix split in parts ---------------------------------
 
 
-def cut(tensors, dim):
-    """Each tensor in two unequal parts along dimension `dim` (one of which may be empty), or whole: (parts, where)."""
+def split_in_two(tensors, dim):
+    """Each tensor in two unequal parts along `dim` (one of which may be empty), or unsplit: (parts, where)."""
     parts, where = [], []
     for i, tensor in enumerate(tensors):
         size = 0 if dim is None else tensor.shape[dim]
@@ -133,14 +133,14 @@ class Composed:
 
     def __init__(self, start, dim, **options):
         self.shapes, self.dim, self.options = [t.shape for t in start], dim, options
-        self.params, self.where = cut(start, dim)
+        self.params, self.where = split_in_two(start, dim)
         self.exp_avgs = zeros_like(self.params)
         wholes = zeros_like(start)
         self.row, self.col = [t.sum(-1) for t in wholes], [t.sum(-2) for t in wholes]
         self.residual_row, self.residual_col = clones(self.row), clones(self.col)
 
     def average(self, row_sums, col_sums, row, col, beta):
-        """Add the parts' sums, divide them by the whole size, average; returns each part's factors."""
+        """Add the parts' sums, divide them by the full size, average; returns each part's factors."""
         totals = [(torch.zeros_like(r), torch.zeros_like(c)) for r, c in zip(row, col)]
         for row_sum, col_sum, (i, rows, cols) in zip(row_sums, col_sums, self.where):
             totals[i][0][..., rows] += row_sum
@@ -161,7 +161,7 @@ class Composed:
         )
 
     def step(self, name, grads, momentum=True, beta2=BETA2, eps=EPS, decay=DECAY):
-        grads, _ = cut(grads, self.dim)
+        grads, _ = split_in_two(grads, self.dim)
         row_sums, col_sums = sums_like(grads)
         bk.factored_square_sums(grads, row_sums, col_sums, eps=eps, **self.options)
         factors = self.average(row_sums, col_sums, self.row, self.col, beta2)

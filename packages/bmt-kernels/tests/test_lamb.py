@@ -33,7 +33,7 @@ def clones(tensors):
 
 
 def bits(tensor):
-    """The bits, with all NaN alike: their payloads are nobody's promise."""
+    """The bits, with all NaN alike: their payloads are unspecified."""
     tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
@@ -151,8 +151,8 @@ def test_results_do_not_depend_on_threads_or_variants(use_variant):
 def test_results_repeat_exactly(device):
     shapes = [(70_001,), (5,), (99_999,)]
     params, grads = random_list(0, shapes=shapes, device=device), random_list(1, shapes=shapes, device=device)
-    found = [bk.lamb_moments(params, grads, zeros_like(grads), zeros_like(grads), step=1, **NUMBERS) for _ in range(4)]
-    assert all(torch.equal(each, found[0]) for each in found[1:])
+    sums = [bk.lamb_moments(params, grads, zeros_like(grads), zeros_like(grads), step=1, **NUMBERS) for _ in range(4)]
+    assert all(torch.equal(each, sums[0]) for each in sums[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -257,10 +257,10 @@ def test_every_variant_has_the_bits_of_the_reference_and_touches_nothing_else(ca
     sums, expected = run(reference, "cpu")
     for place in places:
         with use_variant(place.variant):
-            found, tensors = run(bk, place.device)
+            result, tensors = run(bk, place.device)
         assert same_bits(tensors, expected), place
         # Squares are added in fp32 at first, which has an end.
-        torch.testing.assert_close(found.cpu().float(), sums.float(), rtol=2e-6, atol=1e-37, equal_nan=True)
+        torch.testing.assert_close(result.cpu().float(), sums.float(), rtol=2e-6, atol=1e-37, equal_nan=True)
 
 
 @settings(max_examples=40, deadline=None)

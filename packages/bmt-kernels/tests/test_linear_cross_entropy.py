@@ -97,15 +97,15 @@ def test_leading_dimensions_and_strides(device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(device, reduction):
     leaves, target = layer(device=device)
-    whole = gradients(linear_cross_entropy(*leaves[:2], target, leaves[2], reduction=reduction), leaves)
+    full = gradients(linear_cross_entropy(*leaves[:2], target, leaves[2], reduction=reduction), leaves)
     for wanted in itertools.product([False, True], repeat=3):
         mixed = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted)]
         loss = linear_cross_entropy(*mixed[:2], target, mixed[2], reduction=reduction)
         assert loss.requires_grad == any(wanted)
         if any(wanted):
-            found = gradients(loss, [leaf for leaf in mixed if leaf.requires_grad])
-            expected = [gradient for gradient, want in zip(whole, wanted) if want]
-            assert all(torch.equal(a, b) for a, b in zip(found, expected))
+            result = gradients(loss, [leaf for leaf in mixed if leaf.requires_grad])
+            expected = [gradient for gradient, want in zip(full, wanted) if want]
+            assert all(torch.equal(a, b) for a, b in zip(result, expected))
     with torch.no_grad():
         assert not linear_cross_entropy(*leaves[:2], target).requires_grad
 
@@ -143,8 +143,8 @@ def test_a_loss_scale_saves_small_gradients_in_half_precision(device):
     scale = 2.0**16
     _, expected_gradients = in_double([hidden, weight, weight[:, 0]], target, False, None)
     loss = linear_cross_entropy(hidden, weight, target)
-    found = torch.autograd.grad(loss * scale, [hidden, weight])
-    for ours, theirs in zip(found, expected_gradients):
+    result = torch.autograd.grad(loss * scale, [hidden, weight])
+    for ours, theirs in zip(result, expected_gradients):
         assert_near(ours.double() / scale * 0.5, theirs, 2e-3)
 
 
@@ -186,7 +186,7 @@ def test_the_logits_never_exist(device, reduction):
 
     logits = rows * size * 4
     assert largest_allocation(pair) >= logits
-    # A chunk is at least 256 rows, an eighth of these. CUDA's caching allocator does not cut off a rest of up to 1 MiB.
+    # A chunk is at least 256 rows, an eighth of these. CUDA's caching allocator does not split off up to 1 MiB.
     largest = logits // 8 + (2**20 if device.type == "cuda" else 0)
     assert largest_allocation(fused) <= largest
     assert largest_allocation(parallel) <= largest
@@ -244,9 +244,9 @@ def test_ranks_have_the_loss_their_rows_and_their_part_of_the_input_gradient(dev
         assert len(statistics) == 2 * len(ranges)
         assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
         assert_near(results[0][0], expected, 10 * TOLERANCE[dtype])
-        found = [sum(parts[0].double() for _, parts in results)]
-        found += [torch.cat([parts[i] for _, parts in results]) for i in range(1, 3 if biased else 2)]
-        for ours, theirs in zip(found, expected_gradients):
+        result = [sum(parts[0].double() for _, parts in results)]
+        result += [torch.cat([parts[i] for _, parts in results]) for i in range(1, 3 if biased else 2)]
+        for ours, theirs in zip(result, expected_gradients):
             assert_near(ours, theirs, TOLERANCE[dtype])
 
 
@@ -309,7 +309,7 @@ def test_compiled_into_one_graph_it_is_the_same(reduction):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     leaves, target = layer(device=device)
 
-    def whole(hidden, weight, bias):
+    def full(hidden, weight, bias):
         return linear_cross_entropy(hidden * 2, weight, target, bias, reduction=reduction)
 
     def part(hidden, weight, bias):
@@ -317,7 +317,7 @@ def test_compiled_into_one_graph_it_is_the_same(reduction):
             hidden * 2, weight, target, lambda s: s[None], bias, vocab_start=0, vocab_size=V, reduction=reduction
         )
 
-    for function in (whole, part):
+    for function in (full, part):
         torch._dynamo.reset()
         results = []
         for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):

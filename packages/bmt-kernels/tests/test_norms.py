@@ -40,8 +40,8 @@ def test_every_element_counts_once_at_any_size_and_alignment(device, dtype, p):
     for n in SIZES:
         for offset in (0, 1):
             values = draw(n, dtype, device, seed=n, offset=offset)
-            found, total = power_sum([values], p)
-            assert found == 0.0
+            found_inf, total = power_sum([values], p)
+            assert found_inf == 0.0
             assert float(total) == pytest.approx(exact([values], p), rel=1e-13)
 
 
@@ -62,16 +62,16 @@ def test_whatever_the_elements_are(values, dtype, p, places, use_variant):
     for place in places:
         tensors = [torch.tensor(v, dtype=torch.float32).to(dtype).to(place.device) for v in values]
         with use_variant(place.variant):
-            found, total = power_sum(tensors, p)
+            found_inf, total = power_sum(tensors, p)
         assert float(total) == pytest.approx(exact(tensors, p), rel=1e-13, nan_ok=True)
-        assert bool(found) == any(not bool(t.isfinite().all()) for t in tensors)
+        assert bool(found_inf) == any(not bool(t.isfinite().all()) for t in tensors)
 
 
 def test_huge_and_tiny_numbers_neither_overflow_nor_vanish(device):
     huge, tiny = torch.full((40_000,), 1e30, device=device), torch.full((40_000,), 1e-40, device=device)
     for values in (huge, -huge, tiny):
-        found, total = power_sum([values])
-        assert found == 0.0
+        found_inf, total = power_sum([values])
+        assert found_inf == 0.0
         assert float(total) == pytest.approx(40_000 * float(values[0]) ** 2, rel=1e-12)
     assert float(power_sum([tiny], math.inf).total) == float(tiny[0])
     assert float(power_sum([-huge], 1).total) == pytest.approx(40_000 * float(huge[0]), rel=1e-12)
@@ -80,9 +80,9 @@ def test_huge_and_tiny_numbers_neither_overflow_nor_vanish(device):
 def test_a_power_out_of_range_is_infinite_without_an_infinity_being_found(device):
     values = torch.ones(100, device=device)
     values[50] = 1e38
-    found, total = power_sum([values], 10)
+    found_inf, total = power_sum([values], 10)
     assert total == math.inf
-    assert found == 0.0
+    assert found_inf == 0.0
     values[51] = math.inf
     assert power_sum([values], 10) == (1.0, math.inf)
 
@@ -97,8 +97,8 @@ def test_one_bad_element_at_any_place_is_found_and_shows_in_the_total(device, dt
                 values[place] = bad
                 assert power_sum([values], p) == (1.0, math.inf)
             values[place] = math.nan
-            found, total = power_sum([torch.ones(3, device=device), values, values.new_full((5,), math.inf)], p)
-            assert found == 1.0
+            found_inf, total = power_sum([torch.ones(3, device=device), values, values.new_full((5,), math.inf)], p)
+            assert found_inf == 1.0
             assert total.isnan()
 
 
@@ -141,8 +141,8 @@ def test_out_accumulates(device, p, expected):
 
 
 def test_results_are_scalars_on_the_device(device):
-    found, total = power_sum([torch.zeros(3, device=device)])
-    assert (found.dtype, found.shape, found.device.type) == (torch.float32, (), device.type)
+    found_inf, total = power_sum([torch.zeros(3, device=device)])
+    assert (found_inf.dtype, found_inf.shape, found_inf.device.type) == (torch.float32, (), device.type)
     assert (total.dtype, total.shape, total.device.type) == (torch.float64, (), device.type)
 
 
@@ -157,8 +157,8 @@ def test_strided_expanded_and_fp64_tensors_count_too(device):
     values = torch.arange(12.0, device=device).view(3, 4)
     tensors = [values.t(), values[:, ::2], values[2, 3].expand(5), values.double() * 1e200]
     assert float(power_sum(tensors[:3]).total) == pytest.approx(exact(tensors[:3], 2), rel=1e-13)
-    found, total = power_sum(tensors)
-    assert found == 0.0
+    found_inf, total = power_sum(tensors)
+    assert found_inf == 0.0
     assert total == math.inf
 
 
@@ -171,9 +171,9 @@ def test_agrees_with_the_reference(device, p):
 
 def test_a_compiled_graph_takes_it_as_one_node(device):
     def norm(tensors, out):
-        found, total = power_sum(tensors)
+        found_inf, total = power_sum(tensors)
         power_sum(tensors, math.inf, out=out)
-        return found + 1.0, total.sqrt()
+        return found_inf + 1.0, total.sqrt()
 
     tensors = [draw(100, dtype, device) for dtype in DTYPES]
     outs = [(torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)) for _ in range(2)]
@@ -229,9 +229,9 @@ def test_square_sums_are_those_of_each_tensor(device, dtype):
     for shapes in ([(3,), (70_001,), (40, 500)], [(), (0, 3), (5, 2)]):
         tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         tensors[1] = tensors[1].T if tensors[1].dim() == 2 else tensors[1]
-        found = bk.square_sums(tensors)
+        sums = bk.square_sums(tensors)
         expected = torch.stack([t.double().square().sum() for t in tensors]).float()
-        torch.testing.assert_close(found, expected, rtol=2e-7 if device.type == "cpu" else 1e-5, atol=0)
+        torch.testing.assert_close(sums, expected, rtol=2e-7 if device.type == "cpu" else 1e-5, atol=0)
     with pytest.raises(TypeError, match="dtype"):
         bk.square_sums([torch.ones(3, dtype=torch.int32, device=device)])
 
@@ -250,11 +250,11 @@ def test_square_sums_copy_no_tensor_beside_an_empty_one(use_variant):
         with use_variant(variant):
             expected = bk.square_sums(full)
             with Sizes():
-                found = bk.square_sums([none.T, *full[:2], none, *full[2:], none.half()])
+                sums = bk.square_sums([none.T, *full[:2], none, *full[2:], none.half()])
                 nothing = bk.square_sums([none, none])
-            assert max(sizes) <= len(found)
-        assert torch.equal(found[[1, 2, 4, 5, 6, 7]], expected)
-        assert found[[0, 3, 8]].tolist() == [0.0] * 3
+            assert max(sizes) <= len(sums)
+        assert torch.equal(sums[[1, 2, 4, 5, 6, 7]], expected)
+        assert sums[[0, 3, 8]].tolist() == [0.0] * 3
         assert nothing.tolist() == [0.0, 0.0]
     with pytest.raises(TypeError, match=r"tensors\[1\] has dtype"):
         bk.square_sums([full[0], none.int()])

@@ -1,4 +1,4 @@
-"""The offload pipeline: what is cut and staged, and in which order, on streams that run when it hurts most."""
+"""The offload pipeline: which ranges are staged, in which order, on streams that run as late or early as possible."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ ROWS = st.lists(st.tuples(st.integers(0, 3000), st.lists(st.sampled_from([1, 2, 
 def test_a_plan_covers_every_element_once_in_order_and_fits(rows, capacity):
     chunks = list(plan_chunks(rows, capacity))
     assert all(chunks)
-    cuts = [cut for chunk in chunks for cut in chunk]
-    covered = [(cut.row, i) for cut in cuts for i in range(cut.start, cut.stop)]
+    ranges = [each for chunk in chunks for each in chunk]
+    covered = [(each.row, i) for each in ranges for i in range(each.start, each.stop)]
     assert covered == [(r, i) for r, (length, _) in enumerate(rows) for i in range(length)]
     for chunk in chunks:
         end = 0
-        for cut in chunk:
-            length, sizes = rows[cut.row]
-            assert cut.start % 64 == 0
-            assert len(cut.offsets) == len(sizes)
+        for each in chunk:
+            length, sizes = rows[each.row]
+            assert each.start % 64 == 0
+            assert len(each.offsets) == len(sizes)
             if not sizes:
-                assert (cut.start, cut.stop) == (0, length), "nothing to stage, nothing to cut"
-            for offset, size in zip(cut.offsets, sizes):
+                assert (each.start, each.stop) == (0, length), "a row without remote tensors is not split"
+            for offset, size in zip(each.offsets, sizes):
                 assert offset % 64 == 0
                 assert offset >= end
-                end = offset + (cut.stop - cut.start) * size
+                end = offset + (each.stop - each.start) * size
         assert end <= capacity
 
 
@@ -51,7 +51,7 @@ def test_a_plan_leaves_no_slot_half_empty(rows):
     capacity = 4096
     total = sum(-(-length * size // 64) * 64 for length, sizes in rows for size in sizes)
     waste = 64 * max((sum(sizes) for _, sizes in rows), default=0) + 64 * 4 * len(rows)
-    staged = [chunk for chunk in plan_chunks(rows, capacity) if any(cut.offsets for cut in chunk)]
+    staged = [chunk for chunk in plan_chunks(rows, capacity) if any(each.offsets for each in chunk)]
     assert len(staged) <= total // max(capacity - waste, 1) + 1 or waste >= capacity
 
 
@@ -101,7 +101,7 @@ class Stream:
 
     def advance(self):
         if self.blocked():
-            assert self.queue, "an event is waited for that nobody will cause"
+            assert self.queue, "the stream waits for an event that will not happen"
             self.queue[0].stream.advance()
         else:
             self.queue.popleft()()
@@ -139,7 +139,7 @@ class SimulatedPipeline(OffloadPipeline):
     def place(self, *tensors):
         self.on_device |= {t.untyped_storage().data_ptr() for t in tensors}
 
-    def _is_far(self, tensor):
+    def _is_remote(self, tensor):
         return (tensor.untyped_storage().data_ptr() in self.on_device) == (self.compute == "host")
 
     def _new_buffer(self):
@@ -205,10 +205,10 @@ def test_an_update_through_the_pipeline_is_that_without_whenever_streams_run(com
         for target, source in zip(grads, new):  # backward is still to run
             pipeline.caller.run(lambda target=target, source=source: target.copy_(source))
         chunks = []
-        cut = len(params) // 2
+        half = len(params) // 2
         rows = adam_rows(params, grads, states, masters)
         work = adam_work(step, chunks)
-        pipeline.run([(rows[:cut], work), (rows[cut:], work)])
+        pipeline.run([(rows[:half], work), (rows[half:], work)])
         for target in grads:  # zero_grad, which may run long before a later step's backward
             pipeline.caller.run(lambda target=target: target.zero_())
         for p, g, (master, m, v) in zip(expected, new, reference):
@@ -275,7 +275,7 @@ def test_what_the_last_run_still_stores_is_not_fetched_before():
     assert (x[0], y[0]) == (2, 4)
 
 
-def test_nothing_is_copied_where_everything_is_near():
+def test_nothing_is_copied_if_all_tensors_are_local():
     x, y = torch.ones(100_000), torch.zeros(100_000, dtype=torch.bfloat16)
     pipeline = OffloadPipeline("cpu", chunk_bytes=4096)
     seen = []
@@ -384,12 +384,12 @@ class Runtime:
 
 @pytest.fixture
 def runtime(monkeypatch):
-    found = Runtime()
-    monkeypatch.setattr(offload, "_cuda_runtime", lambda: found)
+    made = Runtime()
+    monkeypatch.setattr(offload, "_cuda_runtime", lambda: made)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4096 * (device != 1))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.log.append(f"synchronize {device}"))
-    return found
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.log.append(f"synchronize {device}"))
+    return made
 
 
 def test_locked_memory_is_of_the_right_size_and_released_with_its_last_view(runtime):

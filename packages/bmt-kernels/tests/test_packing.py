@@ -90,14 +90,14 @@ def test_numbers_are_the_nearest(device, kind):
     else:
         entries = codes.view(torch.float8_e4m3fn).double()
     scaled = (values.cpu() * (1.0 / scales.cpu()).repeat_interleave(128)[: len(values)]).double()
-    found = entries[numbers.long().cpu()]
+    decoded = entries[numbers.long().cpu()]
     distance = (scaled[:, None] - entries).abs().nan_to_num(math.inf)
-    assert torch.equal((scaled - found).abs(), distance.amin(1))
-    tied = (distance == distance.amin(1, keepdim=True)) & (entries != found[:, None])
+    assert torch.equal((scaled - decoded).abs(), distance.amin(1))
+    tied = (distance == distance.amin(1, keepdim=True)) & (entries != decoded[:, None])
     assert not (tied.any(1) & (numbers.cpu() % 2 == 1)).any()
     back = torch.empty_like(values)
     unpack_blocks(numbers, scales, back, kind=kind, block=128)
-    exact = found * scales.cpu().double().repeat_interleave(128)[: len(values)]
+    exact = decoded * scales.cpu().double().repeat_interleave(128)[: len(values)]
     assert (back.cpu() - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 

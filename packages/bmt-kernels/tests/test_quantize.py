@@ -199,11 +199,11 @@ class TestEveryVariant:
 
     @pytest.mark.parametrize("split", [1, 100, 256, 300, 511, 700])
     def test_a_part_has_the_codes_of_the_whole_where_its_blocks_hold_the_largest(self, device, split):
-        """What a shard relies on: blocks are counted from the beginning of the whole tensor."""
-        whole = torch.randn(800, device=device)
-        whole[::50] = 10.0  # every block, and every part of it that is long enough, has the same absmax
-        codes, absmax = quantize_blockwise(whole)
-        part, part_absmax = quantize_blockwise(whole[split:], block_offset=split % 256)
+        """What a shard relies on: blocks are counted from the beginning of the logical tensor."""
+        full = torch.randn(800, device=device)
+        full[::50] = 10.0  # every block, and every part of it that is long enough, has the same absmax
+        codes, absmax = quantize_blockwise(full)
+        part, part_absmax = quantize_blockwise(full[split:], block_offset=split % 256)
         same_absmax = (part_absmax == 10.0).repeat_interleave(256)[split % 256 :][: part.numel()]
         assert int(same_absmax.sum()) >= part.numel() - 100
         assert torch.equal(part[same_absmax], codes[split:][same_absmax])

@@ -32,9 +32,9 @@ def test_every_kernel_gives_the_bits_of_the_reference(device, dtype, numel):
     values = awkward(numel)
     index = 2**33 + 5 + torch.arange(numel)
     expected = reference.round_stochastically(values, dtype, 11, index)
-    found = round_stochastically(values.to(device), dtype, seed=11, first=2**33 + 5)
-    assert found.dtype is dtype
-    assert torch.equal(bits(found), bits(expected))
+    rounded = round_stochastically(values.to(device), dtype, seed=11, first=2**33 + 5)
+    assert rounded.dtype is dtype
+    assert torch.equal(bits(rounded), bits(expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,13 +55,13 @@ def test_what_the_dtype_has_stays(device, dtype):
 
 
 def test_a_part_is_rounded_as_in_the_whole(device):
-    whole = awkward(40 * 50).view(40, 50).to(device)
-    expected = bits(round_stochastically(whole, torch.bfloat16, seed=7))
-    rows = round_stochastically(whole[11:29], torch.bfloat16, seed=7, first=11 * 50)
+    full = awkward(40 * 50).view(40, 50).to(device)
+    expected = bits(round_stochastically(full, torch.bfloat16, seed=7))
+    rows = round_stochastically(full[11:29], torch.bfloat16, seed=7, first=11 * 50)
     assert torch.equal(bits(rows), expected[11:29])
-    block = round_stochastically(whole[11:29, 13:44], torch.bfloat16, seed=7, first=11 * 50 + 13, width=31, stride=50)
+    block = round_stochastically(full[11:29, 13:44], torch.bfloat16, seed=7, first=11 * 50 + 13, width=31, stride=50)
     assert torch.equal(bits(block), expected[11:29, 13:44])
-    assert not torch.equal(bits(round_stochastically(whole, torch.bfloat16, seed=8)), expected)
+    assert not torch.equal(bits(round_stochastically(full, torch.bfloat16, seed=8)), expected)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_every_member_receives_every_message_in_order(count):
         for rank, member in enumerate(members):
             member.send([pattern(rank, number, sizes[rank])])
         for member in members:
-            found = member.receive(sizes, torch.uint8)
-            assert [m.tolist() for m in found] == [pattern(r, number, sizes[r]).tolist() for r in range(count)]
+            messages = member.receive(sizes, torch.uint8)
+            assert [m.tolist() for m in messages] == [pattern(r, number, sizes[r]).tolist() for r in range(count)]
             member.release()
 
 
@@ -231,9 +231,9 @@ def test_members_at_different_speeds():
                 member.wait_for_room(sent % 70)
                 member.send([pattern(rank, sent, sent % 70)])
                 sent += 1
-            found = member.receive([number % 70] * count, torch.uint8)
-            total += sum(int(m.sum()) for m in found)
-            assert [m.tolist() for m in found] == [pattern(r, number, number % 70).tolist() for r in range(count)]
+            received = member.receive([number % 70] * count, torch.uint8)
+            total += sum(int(m.sum()) for m in received)
+            assert [m.tolist() for m in received] == [pattern(r, number, number % 70).tolist() for r in range(count)]
             member.release()
             if random_.random() < 0.05:
                 time.sleep(0.001)
@@ -262,8 +262,8 @@ def test_counters_wrap_around(before):
         if number % 3 == 2:
             for member in members:
                 for earlier in range(number - 2, number + 1):
-                    found = member.receive([5, 5], torch.uint8)
-                    assert [m.tolist() for m in found] == [pattern(r, earlier, 5).tolist() for r in range(2)]
+                    messages = member.receive([5, 5], torch.uint8)
+                    assert [m.tolist() for m in messages] == [pattern(r, earlier, 5).tolist() for r in range(2)]
                     member.release()
 
 
@@ -299,8 +299,8 @@ def test_so_many_messages_are_in_flight_and_no_more():
         assert not any(member.has_room(0) for member in members)
         for number in range(MOST):
             for member in members:
-                found = member.receive([turn + 1] * 2, torch.uint8)
-                assert [m.tolist() for m in found] == [pattern(r, number, turn + 1).tolist() for r in range(2)]
+                messages = member.receive([turn + 1] * 2, torch.uint8)
+                assert [m.tolist() for m in messages] == [pattern(r, number, turn + 1).tolist() for r in range(2)]
                 member.release()
 
 
@@ -315,9 +315,9 @@ def test_messages_of_many_sizes_do_not_overwrite_each_other():
             sent += 1
         if received < sent:
             for member in members:
-                found = member.receive([sizes[received]] * 2, torch.uint8)
+                messages = member.receive([sizes[received]] * 2, torch.uint8)
                 for rank in range(2):
-                    assert torch.equal(found[rank], pattern(rank, received, sizes[received]))
+                    assert torch.equal(messages[rank], pattern(rank, received, sizes[received]))
                 member.release()
             received += 1
 
@@ -342,7 +342,7 @@ def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypat
     assert [taken(member) for member in members] == [32 * PAGE] * 2
     for _ in range(5):
         for member in members:
-            assert all(torch.equal(found, message) for found in member.receive([6 * PAGE] * 2, torch.int64))
+            assert all(torch.equal(each, message) for each in member.receive([6 * PAGE] * 2, torch.int64))
             member.release()
     assert all(member.has_room(1) for member in members)
     assert sum(taken(member) for member in members) == (16 + 2 * 2) * PAGE
@@ -519,7 +519,7 @@ def test_a_process_spins_where_all_that_share_the_processors_have_one(monkeypatc
 
 def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert processors(tmp_path) == 8  # nothing is told
+    assert processors(tmp_path) == 8  # there are no limits
 
     def grant(text, *lines):
         (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ class CopyingPipeline(OffloadPipeline):
         super().__init__(device, compute=compute, chunk_bytes=4096)
         self.late = Late()
 
-    def _is_far(self, tensor):
+    def _is_remote(self, tensor):
         return (tensor.untyped_storage().data_ptr() in self.host_storages) == (self.compute == "device")
 
     def _queues(self):

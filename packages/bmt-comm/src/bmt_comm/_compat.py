@@ -1,4 +1,4 @@
-"""The one place that knows how torch versions differ in what this package calls."""
+"""The differences between torch versions in what this package calls."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def _compiler() -> Any:
     return sys.modules.get("torch._dynamo.eval_frame")
 
 
-# Something if the compiler may look at frames. torch 2.6 and 2.7 have the function, but it gives away a
-# reference that it has not got, and the process crashes later.
+# Returns something if the compiler may look at frames. torch 2.6 and 2.7 have the function, but it returns a borrowed
+# reference as a new one, and the process crashes later.
 _callback: Any = eval_frame.get_eval_frame_callback if _version >= (2, 8) else _compiler
 
 
 def not_compiled(function: _F) -> _F:
-    """Let ``torch.compile`` leave a function, and all that it calls, out of its graphs.
+    """Exclude a function, and all that it calls, from the graphs of ``torch.compile``.
 
-    As ``torch.compiler.disable``, but where nothing is being compiled a call costs 0.1 us instead of several, and the
+    As ``torch.compiler.disable``, but while nothing is being compiled a call costs 0.1 us instead of several, and the
     compiler, whose import takes a second, is not imported.
     """
     disabled: Any = torch._disable_dynamo(function)
@@ -50,14 +50,15 @@ _has_compiled = False
 def uses_compiler() -> bool:
     """Whether something was compiled by ``torch.compile`` in this process, as this function has seen it.
 
-    What runs compiled cannot be found out in advance: a module may call any function. So it is asked of the process,
-    and the answer stays: ``torch._dynamo.reset()`` empties the table, and what was compiled is compiled again.
+    Whether a module will run compiled is not known in advance, because it may call any function. So this is a property
+    of the process. Once true, it stays true: ``torch._dynamo.reset()`` empties the table, but functions that were
+    compiled are compiled again.
     """
     global _has_compiled
     if not _has_compiled:
         module = sys.modules.get("torch._dynamo.eval_frame")
         backends = {} if module is None else getattr(module, "cached_backends", None)
-        # What is excluded from compilation has None.
+        # Functions that are excluded from compilation have None.
         _has_compiled = backends is None or any(backend is not None for backend in backends.values())
     return _has_compiled
 
@@ -70,7 +71,7 @@ def runs_compiled_autograd() -> bool:
 
 
 def _skip(code: CodeType) -> None:
-    """Let the compiler leave out frames of a code, but not what they call. torch 2.7 renamed how."""
+    """Let the compiler skip frames of a code object, but not what they call. torch 2.7 renamed the functions."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
@@ -84,7 +85,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let the operations of process groups end with an error; nothing where torch cannot.
+    """End the operations of process groups with an error; does nothing if torch cannot.
 
     NCCL's communicators are aborted together, the latest first: one that is aborted by itself may wait for another.
     """
@@ -101,14 +102,14 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def constant_when_compiled(function: _F) -> _F:
-    """Let torch.compile call a function of constants when it traces, and not trace the function itself."""
-    # torch.compiler.assume_constant_result does this, too, but imports the compiler, which takes seconds.
+    """Let torch.compile call a function of constants while it traces, instead of tracing the function."""
+    # As torch.compiler.assume_constant_result, which imports the compiler; that takes seconds.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """The backend of a process group for each type of device. Its name does not tell: it may be "undefined"."""
+    """The backend of a process group for each type of device. The group's own name may be "undefined"."""
     return dict(each.split(":") for each in str(dist.get_backend_config(group)).split(","))
 
 
@@ -117,7 +118,7 @@ def uses_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
-    """The part of a process group that is NCCL's and can abort together with others; None where there is none."""
+    """The NCCL backend of a process group, if it can abort together with others; else None."""
     if not uses_nccl(group):
         return None
     backend = group._get_backend(torch.device("cuda"))

@@ -1,13 +1,13 @@
-"""Ranks that disagree get an error that names the first difference, not a hang.
+"""Checks that ranks agree: ranks that differ get an error that names the first difference, instead of a hang.
 
 [Note: agreement over the store]
-    A check goes over the rendezvous store, not over a collective, so that a rank that does not come to it costs the
-    others no more than the check's own time-out. Ranks that agree need one request each, and some more while they wait
-    (:class:`Tally`). Only ranks that differ exchange what they bring: rank 0's, and that of the lowest rank that
-    differs from it. The last rank to come removes the keys of the check before, which all have left.
+    A check uses the rendezvous store, not a collective, so a rank that does not come to it costs the others no more
+    than the time-out of the check. If all ranks agree, each needs one request, and some more while it waits
+    (:class:`Tally`). If they differ, two values are exchanged: that of rank 0, and that of the lowest rank that differs
+    from it. The last rank to come removes the keys of the previous check, which all ranks have left.
 
-    A check counts among the communicator's operations: a rank that is at another operation in its place is found as
-    between collectives, and one that is elsewhere is described by the watch.
+    A check is one of the communicator's operations. A rank that is at another operation in its place is detected as it
+    is between collectives, and the watch describes a rank that is elsewhere.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .tally import Tally, missing, read_soon
 _MASK = (1 << 63) - 1
 _PAUSES = 0.0001, 0.02  # seconds between two looks at the store, the first and the last
 _PAUSE_PER_RANK = 1e-4  # seconds; ranks that wait leave the store time for others
-_LATE = 0.5  # seconds of waiting after which a rank tells that it is here
+_LATE = 0.5  # seconds of waiting after which a rank writes that it is here
 TIMEOUT = 300.0
-"""Seconds that a check waits for other ranks, if nobody says otherwise."""
+"""Seconds that a check waits for other ranks by default."""
 
 
 class DisagreementError(RuntimeError):
-    """Ranks have brought different things to a check."""
+    """Ranks have passed different values to a check."""
 
 
 @dataclass
 class _Settings:
-    """Of the checks of this process; :func:`begin_agreements`.
+    """Settings of the checks of this process; see :func:`begin_agreements`.
 
     Attributes:
-        store: for the checks; None: the default process group's.
+        store: of the checks; None: that of the default process group.
         timeout: seconds that a check waits for the other ranks.
-        stopped: why checks are to end.
+        stopped: why checks are to end; "": they are not.
     """
 
     store: Any = None
@@ -64,12 +64,12 @@ _settings = _Settings()
 
 
 def begin_agreements(store: Any, timeout: float) -> None:
-    """Checks go over ``store`` from now on, and wait for ``timeout`` seconds."""
+    """Let checks use ``store`` from now on, and wait for ``timeout`` seconds."""
     _settings.store, _settings.timeout, _settings.stopped = store, timeout, ""
 
 
 def stop_agreements(why: str) -> None:
-    """Let checks that wait for other ranks end with an error."""
+    """End checks that wait for other ranks with an error."""
     _settings.stopped = why
 
 
@@ -110,7 +110,7 @@ class _Check:
     """One check, as an operation that can be waited for.
 
     Attributes:
-        differs: what rank 0 and another rank bring, and which rank that is; None: all bring the same.
+        differs: the values of rank 0 and of another rank, and the other rank; None: all values are the same.
     """
 
     def __init__(self, comm: Communicator, what: str, facts: Sequence[str]) -> None:
@@ -124,14 +124,14 @@ class _Check:
         group, number, self._before = _last[comm.group]
         self._store = dist.PrefixStore(str(group), store)
         self._rank, self._size, self._ranks = comm.rank, comm.size, comm.ranks
-        self._what, self._brought = what, json.dumps([what, list(facts)])
+        self._what, self._value = what, json.dumps([what, list(facts)])
         self._key = str(number + 1)
         self._keys = [f"{self._key}/came"]
         _last[comm.group] = group, number + 1, self._keys
         self.differs: tuple[str, str, int] | None = None
 
     def wait(self) -> None:
-        tally = Tally(self._store, self._keys[0], self._size, self._brought)
+        tally = Tally(self._store, self._keys[0], self._size, self._value)
         self._begun = time.monotonic()
         self._wait_for(tally)
         if not tally.agrees:
@@ -145,21 +145,21 @@ class _Check:
 
     def _wait_for(self, tally: Tally) -> None:
         """Wait until all ranks have come."""
-        pause, told = _PAUSES[0], False
+        pause, is_written = _PAUSES[0], False
         longest = max(_PAUSES[1], _PAUSE_PER_RANK * self._size)
         while not tally.complete:
             self._stop_late()
-            if not told and time.monotonic() - self._begun > _LATE:
+            if not is_written and time.monotonic() - self._begun > _LATE:
                 self._store.set(f"{self._key}/{self._rank}", "")
-                told = True
+                is_written = True
             time.sleep(pause)
             pause = min(2 * pause, longest)
             tally.look()
-        if told:
+        if is_written:
             self._store.delete_key(f"{self._key}/{self._rank}")
 
     def _stop_late(self) -> None:
-        """Raise where this is to end without all ranks."""
+        """Raise if checks were stopped, or the time-out has passed."""
         if _settings.stopped:
             raise RuntimeError(_settings.stopped)
         if time.monotonic() - self._begun > _settings.timeout:
@@ -170,23 +170,23 @@ class _Check:
             )
 
     def _exchange(self) -> None:
-        """Find out what rank 0 and the lowest rank that differs from it bring."""
-        first, lowest, told, second = (f"{self._key}/{name}" for name in ("first", "lowest", "told", "second"))
-        self._keys += [first, lowest, told, second]
+        """Exchange the values of rank 0 and of the lowest rank that differs from it."""
+        first, lowest, compared, second = (f"{self._key}/{name}" for name in ("first", "lowest", "compared", "second"))
+        self._keys += [first, lowest, compared, second]
         if self._rank == 0:
-            self._store.set(first, self._brought)
+            self._store.set(first, self._value)
         reference = read_soon(self._store, first, self._stop_late)
-        if reference != self._brought:
+        if reference != self._value:
             seen = ""
             while seen == "" or int(seen) > self._rank:
                 now = self._store.compare_set(lowest, seen, str(self._rank)).decode()
                 if now == str(self._rank):
                     break
                 seen = now
-        self._wait_for(Tally(self._store, told, self._size, ""))
+        self._wait_for(Tally(self._store, compared, self._size, ""))
         other = int(read_soon(self._store, lowest, self._stop_late))
         if other == self._rank:
-            self._store.set(second, self._brought)
+            self._store.set(second, self._value)
         self.differs = reference, read_soon(self._store, second, self._stop_late), other
 
 
@@ -211,13 +211,13 @@ _steps = 0
 
 
 def note_step() -> None:
-    """An optimizer steps; ranks compare how often they have."""
+    """Count a step of an optimizer. Ranks compare the counts."""
     global _steps
     _steps += 1
 
 
 def forget_steps() -> None:
-    """A job begins."""
+    """A job begins: set the count of steps to 0."""
     global _steps
     _steps = 0
 
@@ -225,9 +225,9 @@ def forget_steps() -> None:
 class CallSequences:
     """Compares the order of the named operations that ranks have started, after they have run.
 
-    Collectives of equal sizes do not notice that one rank means another parameter than the others. Each operation adds
-    its label to a digest for its communicator; :meth:`compare` exchanges a digest of 8 bytes per rank, and the labels
-    only where digests differ.
+    A collective does not fail if one rank passes another parameter of the same size. Each operation adds its label to a
+    digest for its communicator. :meth:`compare` exchanges a digest of 8 bytes per rank, and the labels only if digests
+    differ.
     """
 
     _KEPT = 512  # operations since the last comparison whose labels can be named
@@ -284,8 +284,8 @@ class CallSequences:
         if digests.count(digests[0]) == len(digests):
             return
         self._digests, self._operations, self._late = {}, {}, []
-        told = comm.all_gather_object((_steps, [self._names[label] for label in operations]))
-        steps, reports = [steps for steps, _ in told], [names for _, names in told]
+        gathered = comm.all_gather_object((_steps, [self._names[label] for label in operations]))
+        steps, reports = zip(*gathered, strict=True)
         other = next(rank for rank in range(comm.size) if digests[rank] != digests[0])
         for number, (a, b) in enumerate(zip_longest(reports[0], reports[other], fillvalue="nothing")):
             if a != b:

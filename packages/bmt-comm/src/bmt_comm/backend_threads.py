@@ -1,26 +1,27 @@
 """The threads of the gloo backend, at the end of the interpreter.
 
 [Note: exit]
-    A gloo thread tells that a collective is done, and after that drops the collective's tensors, for which it needs
-    the interpreter's lock. A process whose last collective comes right before its end may be finalizing by then:
-    CPython ends a thread that asks for the lock so late, in the middle of a C++ destructor, which aborts the
-    process ("terminate called without an active exception"). So the threads must have come to rest before.
+    A gloo thread first marks a collective as done, and then drops its tensors, for which it needs the interpreter's
+    lock. If the last collective of a process comes right before its end, the interpreter may be finalizing by then.
+    CPython ends a thread that asks for the lock so late. That happens in the middle of a C++ destructor, which aborts
+    the process ("terminate called without an active exception"). So the threads must be idle before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
 _NAME = "pt_gloo_runloop"  # of those that hold tensors
 _PAUSE = 1e-3
-_LONGEST = 1.0  # seconds; what is stuck in a collective sleeps, and is not waited for
-_BLIND = 0.05  # seconds, where threads cannot be looked at
+_LONGEST = 1.0  # seconds; a thread that is stuck in a collective sleeps, and is not waited for
+_BLIND = 0.05  # seconds to wait if the states of threads cannot be read
 
 
 def let_backend_threads_rest() -> None:
-    """Wait, without the interpreter's lock, until no gloo thread has anything to do but to wait for others."""
+    """Wait, without the interpreter's lock, until all gloo threads sleep."""
     if not _THREADS.is_dir():
         time.sleep(_BLIND)
         return
@@ -32,14 +33,12 @@ def let_backend_threads_rest() -> None:
 
 
 def _stats() -> list[str]:
-    """What the system tells of each thread: number (name) state ..."""
-    found = []
+    """The stat file of each thread: number (name) state ..."""
+    stats = []
     for thread in _THREADS.iterdir():
-        try:
-            found.append((thread / "stat").read_text())
-        except OSError:  # it has ended
-            continue
-    return found
+        with contextlib.suppress(OSError):  # it has ended
+            stats.append((thread / "stat").read_text())
+    return stats
 
 
 def _sleeps(stat: str) -> bool:

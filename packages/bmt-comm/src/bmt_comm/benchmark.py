@@ -1,8 +1,8 @@
 """How fast the ranks of this job communicate: ``torchrun --nproc-per-node 2 -m bmt_comm.benchmark``.
 
-Bandwidths are in GB/s (10⁹ bytes per second). With n ranks and S the bytes of the whole message (an all-gather's
-output, a reduce-scatter's input, what one rank sends), the algorithm bandwidth is S / time. The bus bandwidth counts
-what each rank's link carries: (n-1)/n of that for the two collectives, all of it for send/recv. It is comparable
+Bandwidths are in GB/s (10⁹ bytes per second). S is the size of the all-gather's output, the reduce-scatter's input, or
+the message that one rank sends, in bytes. The algorithm bandwidth is S / time. The bus bandwidth counts the bytes that
+each rank's link carries: with n ranks (n-1)/n of S for the two collectives, and S for send/recv. It is comparable
 between numbers of ranks.
 """
 
@@ -66,7 +66,7 @@ def reduce_scatter(sizes: Sequence[int] = SIZES, comm: Communicator | None = Non
 def send_recv(sizes: Sequence[int] = SIZES, comm: Communicator | None = None) -> list[Row]:
     """Measure a ring: every rank sends ``sizes`` bytes to the next and receives as much from the previous.
 
-    A rank alone has nobody to send to and copies instead.
+    A single rank copies instead.
     """
     comm = comm or current_context().world
 

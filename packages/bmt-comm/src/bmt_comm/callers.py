@@ -1,4 +1,4 @@
-"""Who has called: some functions of torch tell nothing of themselves to what they call."""
+"""The callers of a function: some functions of torch do not identify themselves to the functions that they call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Differentiable collectives.
 
-What each computes in backward is the true gradient of **the sum over ranks of the ranks' losses**: a rank's
-gradient of an input counts what that input did to every rank's output.
+Backward computes the gradient of **the sum over ranks of the ranks' losses**: the gradient of a rank's input includes
+the effect of the input on every rank's output.
 
 =================  ====================================  =================================================
 forward            output                                gradient of the input
@@ -48,7 +48,7 @@ def all_reduce(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> 
 
 @not_compiled
 def reduce_scatter(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> Tensor:
-    """This rank's part of the reduction of ``x``, whose dim 0 is cut evenly: shape (x.shape[0] / size, ...).
+    """This rank's shard, along dim 0, of the reduction of ``x``: shape (x.shape[0] / size, ...).
 
     Raises:
         ValueError: ``x`` has no dim 0, or the number of ranks does not divide it.

@@ -1,8 +1,8 @@
-"""A communicator: the ranks that talk to each other, and raw (non-differentiable) collectives between them.
+"""A communicator: a group of ranks, and raw (non-differentiable) collectives between them.
 
-CUDA tensors go through the process group's own collectives (NCCL). On the CPU collectives go through memory that the
-ranks share (:mod:`bmt_comm.shared_memory`) where that has been agreed, and else by messages between all ranks
-(:mod:`bmt_comm.direct_exchange`).
+CUDA tensors go through the collectives of the process group (NCCL). Collectives on CPU tensors go through shared memory
+(:mod:`bmt_comm.shared_memory`) if :meth:`Communicator.share_memory` was called and succeeded, and otherwise by messages
+between all ranks (:mod:`bmt_comm.direct_exchange`).
 
 Every rank of a communicator must call the same collectives on it in the same order.
 """
@@ -34,7 +34,7 @@ from .transport import HostCollectives, Transport, host_collectives, share_memor
 from .watched import Watched
 from .work import DONE, Pending, Work
 
-# What every backend can carry. Other dtypes travel as bytes.
+# The dtypes that every backend supports. Other dtypes are sent as bytes.
 _BACKEND_DTYPES = frozenset(
     (
         torch.float32,
@@ -49,15 +49,15 @@ _BACKEND_DTYPES = frozenset(
 )
 
 
-_STAGED_BYTES = 1 << 24  # of a message that is put into shared memory as a whole even if its sender waits
+_STAGED_BYTES = 1 << 24  # a message up to this size is copied into shared memory at once even if its sender waits
 
 
 @dataclass
 class Traffic:
     """What a rank has sent by one kind of collective.
 
-    ``bytes`` are those of an algorithm that sends no more than it must: with n ranks, an all-gather of what this
-    rank has sends it to the n - 1 others; a reduce-scatter sends (n - 1) / n of its input; an all-reduce is both.
+    ``bytes`` are those of an algorithm that sends no more than it must. With n ranks, an all-gather sends this rank's
+    input to the n - 1 others, a reduce-scatter sends (n - 1) / n of its input, and an all-reduce sends both.
     """
 
     calls: int = 0
@@ -67,12 +67,13 @@ class Traffic:
 class Communicator:
     """The ranks of one process group, and collectives between them.
 
-    With ``async_op`` a collective returns at once, and its result is there after ``wait`` of what it returns. Ranks may
-    wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
-    all-reduces of more than 256 KiB on the CPU and for all collectives over several hosts that share memory on each,
-    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for, 256 of large ones.
+    With ``async_op`` a collective returns a :class:`Work` at once, and its result is there after ``wait``. Ranks may
+    wait for several collectives in different orders. A rank that waits needs the others to have called the collective.
+    For all-reduces of more than 256 KiB on the CPU, and for all collectives over several hosts that share memory within
+    each, it also needs the others to wait. On the CPU, 4096 collectives that some rank has not waited for may be in
+    flight, 256 if they are large.
 
-    Ranks whose next collectives differ do not take each other's data: through shared memory all of them raise a
+    Ranks whose next collectives differ do not take each other's data. Through shared memory all of them raise a
     RuntimeError that names both, and with gloo they time out. Collectives are the same if they have the same reduction
     or root, dtype, shape (of ``src`` of an all-gather, ``out`` of a reduce-scatter), and ``label``, a short text that
     says what the collective is for.
@@ -86,8 +87,8 @@ class Communicator:
         size: the number of ranks.
         ranks: the global ranks, in order.
         traffic: what this rank has sent through this object, by the collective's name.
-        symmetric_memory: whether operations that fuse products with communication may read the other ranks'
-            memory; see ``bmt_tp.enable_symmetric_memory``.
+        symmetric_memory: whether operations that fuse matrix products with communication may read the memory of other
+            ranks; see ``bmt_tp.enable_symmetric_memory``.
     """
 
     is_planned = False
@@ -108,7 +109,7 @@ class Communicator:
         self.traffic: dict[str, Traffic] = {}
         self.symmetric_memory = False
         self._stream: torch.cuda.Stream | None = None
-        self._tokens: Tensor | None = None  # of barriers; what they have does not matter
+        self._tokens: Tensor | None = None  # for barriers; their values are not used
         make_transport = None if group is None else transports.get(dist.get_backend(group))
         self._transport = None if make_transport is None or group is None else make_transport(group)
         if group is not None:
@@ -125,12 +126,12 @@ class Communicator:
     @property
     def in_order(self) -> bool:
         """Whether operations run one at a time in the order in which they were posted, and a send only when its receive
-        has been posted, as NCCL has it. Other backends tell messages apart by tags, and hold what has been sent."""
+        has been posted, as with NCCL. Other backends distinguish messages by tags, and buffer sent messages."""
         return self.device.type == "cuda" if self._transport is None else self._transport.in_order
 
     @property
     def eager(self) -> bool:
-        """Whether making another process group like this one takes all ranks of the job, not only its own."""
+        """Whether all ranks of the job must take part in making another process group like this one."""
         if self._transport is not None:
             return self._transport.eager
         return self.group is not None and self.group.bound_device_id is not None
@@ -149,11 +150,11 @@ class Communicator:
         return self._stream
 
     def share_memory(self, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> bool:
-        """Let collectives on the CPU go through memory that the ranks share; every rank must call this.
+        """Let collectives on the CPU go through shared memory; every rank must call this.
 
-        It needs ``bmt_kernels``, and ranks on one Linux host. On several hosts with as many ranks each, more than one,
-        collectives go through memory within a host, and by messages between hosts. ``init_distributed`` calls this for
-        its communicators.
+        It needs ``bmt_kernels``, and ranks on one Linux host. On several hosts with the same number of ranks, at least
+        two, collectives go through shared memory within a host, and by messages between hosts. ``init_distributed``
+        calls this for its communicators.
 
         Args:
             timeout: after which a collective fails if a rank has not joined it.
@@ -168,7 +169,7 @@ class Communicator:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there are several ranks, which all share memory."""
+        """Whether there are several ranks, and all share memory."""
         return self._shared is not None
 
     @property
@@ -178,17 +179,17 @@ class Communicator:
 
     @_compat.not_compiled
     def shared_vector(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A vector of zeros in memory that all ranks share: each sees what the others write. Every rank must call this.
+        """A vector of zeros in shared memory: each rank sees what the others write. Every rank must call this.
 
-        :meth:`barrier` tells that all have written, or read. The memory is free when the tensors of all ranks are gone.
-        None on every rank where the ranks do not share memory.
+        After :meth:`barrier` all ranks have written, or read. The memory is released when the tensors of all ranks are
+        gone. Returns None on every rank if the ranks do not share memory.
         """
         return make_shared_vector(self, numel, dtype) if self.shares_memory else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised vector to be the ``src`` of one :meth:`reduce_scatter`; no view of it is valid afterwards.
 
-        Where ranks share memory, it lies there, and the others read it without a copy.
+        If ranks share memory, the vector lies in it, and the others read it without a copy.
         """
         shared = self._shared if self.shares_memory else None
         vector = None if shared is None else shared.empty(numel, dtype)
@@ -201,7 +202,7 @@ class Communicator:
 
     @property
     def shares_within_hosts(self) -> bool:
-        """Whether the ranks are on several hosts, and those of each share memory (see :meth:`share_memory`)."""
+        """Whether the ranks are on several hosts, and share memory within each (see :meth:`share_memory`)."""
         return self.group is not None and isinstance(self._on_host, HostsCollectives)
 
     def _count(self, op: str, sent: int) -> None:
@@ -213,11 +214,11 @@ class Communicator:
             traffic.bytes += sent
 
     def _begin(self, kind: str, detail: object, tensor: Tensor, label: str) -> Operation:
-        """All ranks of the process group are to begin an operation."""
+        """Record an operation that all ranks of the process group begin."""
         return self._journal.begin(*describe(kind, detail, tensor.dtype, tensor.shape, label))
 
     def _note(self, kind: str, peers: object, tensor: Tensor, label: str = "") -> Operation:
-        """Some ranks of the process group begin an operation."""
+        """Record an operation that some ranks of the process group begin."""
         return self._journal.note(describe(kind, peers, tensor.dtype, tensor.shape, label)[0])
 
     # --- collectives ------------------------------------------------------------------------------
@@ -255,11 +256,11 @@ class Communicator:
     def reduce_scatter(
         self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False, label: str = ""
     ) -> Work:
-        """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
+        """Reduce ``src`` over the ranks and write this rank's part of the result to ``out``.
 
-        ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
-        stay unchanged until ``wait``; one that :meth:`empty` has made is not to be used afterwards, either. They have
-        one dtype; that of ``out`` may be another one for ``TREE_SUM``.
+        ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must not change
+        until ``wait``. A ``src`` that :meth:`empty` has made must not be used afterwards, either. Both have the same
+        dtype; for ``TREE_SUM`` the dtype of ``out`` may differ.
         """
         check_op(op, src)
         self._check_memory(out=out, src=src)
@@ -291,14 +292,14 @@ class Communicator:
     def packed_reduce_scatter(
         self, out: Tensor, src: Tensor, packing: Packing, async_op: bool = False, label: str = ""
     ) -> Work:
-        """Sum ``src`` over the ranks and keep this rank's part in ``out``; what ranks send is packed.
+        """Sum ``src`` over the ranks and write this rank's part to ``out``. Ranks send packed numbers.
 
-        Each number is rounded at most once, and sums are in fp32. Every rank packs what it has for each other rank, and
-        adds up in the order of the ranks; what a rank has for itself is not rounded. Where ranks share memory within
-        several hosts, each host adds up first, and what is packed is its sums for other hosts.
+        Each number is rounded at most once, and sums are in fp32. Every rank packs its chunks for the other ranks, and
+        adds up chunks in the order of the ranks. The rank's chunk for itself is not rounded. If ranks share memory
+        within each of several hosts, each host adds up first, and only its sums for other hosts are packed.
 
         ``src`` (size × numel; float32, bfloat16 or float16) and ``out`` (numel; float32) are contiguous and do not
-        overlap. ``src`` must stay unchanged until ``wait``.
+        overlap. ``src`` must not change until ``wait``.
         """
         self._check_memory(out=out, src=src)
         if out.dtype != torch.float32:
@@ -355,7 +356,7 @@ class Communicator:
         return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op, operation)
 
     def _tree_sum(self, mine: Tensor, flat: Tensor) -> Work:
-        """On CUDA: a reduce-scatter in a fixed order sends as many bytes as NCCL's, which chooses the order itself."""
+        """Reduce-scatter in a fixed order, on CUDA. It sends as many bytes as NCCL's, whose order is not fixed."""
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
         parts = received.view(self.size, -1).unbind()
@@ -374,8 +375,8 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place.
 
-        On the CPU the root does not wait for the others, as long as what they have not received is not more than
-        256 MiB, over all communicators. Beyond that it waits until they have called this, too.
+        On the CPU the root does not wait for the others while they have at most 256 MiB to receive, over all
+        communicators. Beyond that it waits until they have called this, too.
         """
         self._check_rank("root", root)
         self._check_memory(tensor=tensor)
@@ -393,7 +394,7 @@ class Communicator:
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag.
 
-        Through shared memory it need not wait for the receive, unless 64 MiB wait for theirs.
+        Through shared memory it does not wait for the receive, unless 64 MiB of messages have not been received.
         """
         data = self._message(tensor, peer, tag)
         self._count("send", _bytes(tensor))
@@ -408,7 +409,7 @@ class Communicator:
 
     @_compat.not_compiled
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
-        """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
+        """Receive a message of rank ``peer`` into ``tensor`` (contiguous)."""
         data = self._message(tensor, peer, tag)
         operation = self._note("receive from", peer, tensor)
         if self._transport is not None:
@@ -433,8 +434,8 @@ class Communicator:
     ) -> Work:
         """Several :meth:`send` and :meth:`recv` (pairs of tensor and peer) at once.
 
-        Ranks that send to each other must use this: NCCL runs what goes between two ranks in order, so two
-        sends that face each other would wait forever.
+        Ranks that send to each other must use this: NCCL runs the operations between two ranks in order, so both
+        ranks would wait for ever in their sends.
         """
 
         incoming = [(self._message(tensor, peer, 0), peer) for tensor, peer in recvs]
@@ -449,8 +450,8 @@ class Communicator:
                 works: list[Any] = self._transport.send_recv(outgoing, incoming)
             elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
                 for data, peer in incoming:
-                    receives.append(messages.receive(data, peer))  # one by one, for the case that this is interrupted
-                # Who waits anyway lets large ones go when they are received, which takes less memory and time.
+                    receives.append(messages.receive(data, peer))  # in a loop, so that an interruption loses none
+                # If the caller waits anyway, large messages are not staged, which takes less memory and time.
                 sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
                 works = [*receives, *(work for work in sent if work is not None)]
             else:
@@ -468,15 +469,15 @@ class Communicator:
 
     @_compat.not_compiled
     def barrier(self, async_op: bool = False, label: str = "") -> Work:
-        """Return, or ``wait``, once every rank has called this.
+        """Return (with ``async_op``: end ``wait``) once every rank has called this.
 
-        On CUDA, ``wait`` of an asynchronous one lets the stream wait, and not the host.
+        On CUDA, ``wait`` after ``async_op`` makes the stream wait, not the host.
         """
         if self.size == 1:
             return DONE
         self._count("barrier", self.size - 1)
         if self._tokens is None:
-            with torch.inference_mode(False):  # they may be written outside of it later
+            with torch.inference_mode(False):  # they may be written outside of inference mode later
                 self._tokens = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         tokens = self._tokens
         operation = self._begin("barrier", "", tokens, label)
@@ -489,14 +490,14 @@ class Communicator:
         return self._finish_now(work, async_op, operation)
 
     def wait_for(self, work: Work, name: str) -> None:
-        """Wait for ``work``, which needs all ranks, as for a collective of this name."""
+        """Wait for ``work`` as for a collective with this name. It needs all ranks."""
         self._finish_now(work, False, self._journal.begin(name.encode(), 0))
 
     # --- objects ----------------------------------------------------------------------------------
 
     @_compat.not_compiled
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's ``obj`` (picklable), in rank order. For the ranks of one job, which trust each other."""
+        """Every rank's ``obj`` (picklable), in rank order. Unpickles data of the other ranks, which must be trusted."""
         if self.size == 1:
             return [obj]
         if self._transport is not None:
@@ -529,7 +530,7 @@ class Communicator:
         return host_collectives[self.group]
 
     def _messages(self, data: Tensor) -> Messages | None:
-        """What carries single messages through memory that the ranks share; None: the process group carries them."""
+        """The shared-memory exchange for single messages; None: they go through the process group."""
         shared = None if data.is_cuda else self._shared
         return None if shared is None else shared.messages
 
@@ -538,7 +539,7 @@ class Communicator:
     def _finish_now(
         self, work: Work, async_op: bool, operation: Operation, peers: tuple[int, ...] | None = None
     ) -> Work:
-        """``peers``: the ranks of this communicator without which the operation does not end; None: all."""
+        """Wait unless ``async_op``. ``peers``: the ranks without which the operation does not end; None: all."""
         if work is None:  # torch returns None for a collective it has already enqueued
             return DONE
         ranks = self.ranks if peers is None else tuple(self.ranks[peer] for peer in peers)
@@ -557,7 +558,7 @@ class Communicator:
             raise ValueError(f"{name}={rank} is not a rank of this communicator (0 to {self.size - 1})")
 
     def _message(self, tensor: Tensor, peer: int, tag: int) -> Tensor:
-        """``tensor`` as it travels to or from ``peer``."""
+        """``tensor`` in the form in which it is sent to or received from ``peer``."""
         self._check_rank("peer", peer)
         if peer == self.rank:
             raise ValueError(f"peer={peer} is this rank itself; a rank cannot send to or receive from itself")
@@ -568,13 +569,13 @@ class Communicator:
 
 
 def _cancel_all(receives: Sequence[MessageWork]) -> None:
-    """The caller, who has got an exception, may use the tensors for something else."""
+    """Cancel receives after an exception: the caller may use the tensors for something else."""
     for receive in receives:
         receive.cancel(RuntimeError("another message of the same call has failed, or its wait was interrupted"))
 
 
 class _Call:
-    """An operation that takes place in ``wait``."""
+    """An operation that runs in ``wait``."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
@@ -596,14 +597,14 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
+    """A contiguous tensor as a vector, detached, because the caller may receive into a parameter."""
     if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
         return tensor
     return plain_tensor(tensor).detach().view(-1)
 
 
 def _wire(flat: Tensor) -> Tensor:
-    """``flat`` as a dtype that every backend carries."""
+    """``flat`` as a dtype that every backend supports."""
     return flat if flat.dtype in _BACKEND_DTYPES else flat.view(torch.uint8)
 
 

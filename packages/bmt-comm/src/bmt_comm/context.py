@@ -1,4 +1,4 @@
-"""Process start-up and the parallel layout: which rank does what, and who talks to whom.
+"""Process start-up and the parallel layout: the place of each rank, and the communicators.
 
 Ranks form a grid of (pipe, data, tensor), tensor fastest:
 ``rank = (pipe_rank · data_size + data_rank) · tp_size + tp_rank``.
@@ -45,23 +45,23 @@ class ParallelContext(TopologyNames):
     communicator     ranks                                 used for
     ================ ===================================== ==============================================
     ``world``        all                                   global sums, barriers
-    ``zero``         same stage                            sharding parameters that every tensor rank holds
+    ``zero``         same stage                            sharding parameters that all tensor ranks have
     ``tp_zero``      same stage, same tensor index         sharding tensor-parallel parameters
     ``tp``           same stage, same data index           activations in tensor-parallel layers
     ``pipe``         same data and tensor index            activations between stages
     ``outer_zero``   all                                   like ``zero``, for parameters outside the pipeline
     ``outer_tp_zero``  same tensor index                   like ``tp_zero``, for parameters outside the pipeline
-    ``alone``        this one                              what is not communicated: one, since it has a CUDA stream
+    ``alone``        this one                              no communication; one object, as it has a CUDA stream
     ================ ===================================== ==============================================
 
-    ``pipe_channels`` carry single messages between stages, by source and target. NCCL runs what is posted on a
-    communicator in order, one at a time, so every pair of stages has one communicator (of these two ranks) for each
-    direction: a message never waits for another than those before it on its way. They are connected when the context
-    is made, in the same order on all ranks: NCCL's first exchange blocks until both ranks are there. Other backends
-    tell messages apart by tags; there every channel is ``pipe``.
+    ``pipe_channels`` are the point-to-point channels between stages, by source and target. NCCL runs the operations of
+    a communicator in order, one at a time. So every pair of stages has one communicator (of these two ranks) for each
+    direction, and a message only waits for earlier messages of its channel. The channels are connected when the context
+    is made, in the same order on all ranks, because NCCL's first exchange blocks until both ranks are there. Other
+    backends distinguish messages by tags; there every channel is ``pipe``.
 
-    ``pipe_host`` and ``tp_zero_host`` have the ranks of ``pipe`` and ``tp_zero``, and carry host memory: what the host
-    must know, without waiting for the device.
+    ``pipe_host`` and ``tp_zero_host`` have the ranks of ``pipe`` and ``tp_zero``, and communicate host memory: values
+    that the host needs without waiting for the device.
 
     ``deterministic``: whether sums have an order that does not depend on the number of replicas.
     """
@@ -115,7 +115,7 @@ class ParallelContext(TopologyNames):
 
     @property
     def replica_rank(self) -> int:
-        """The number of this rank's part of the data: the same on tensor-parallel ranks, another one on each stage."""
+        """The index of this rank's part of the data: the same on tensor-parallel ranks, different on each stage."""
         return self.rank // self.tp_size
 
     def synchronize(self) -> None:
@@ -126,7 +126,7 @@ class ParallelContext(TopologyNames):
 
 
 _current: ParallelContext | None = None
-_process = os.getpid()  # that the context belongs to
+_process = os.getpid()  # the process that has made the context
 _before_shutdown: list[Callable[[], object]] = []
 _restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
@@ -164,27 +164,27 @@ def init_distributed(
     """Join the job's other processes and lay out the ranks.
 
     Under ``torchrun`` the world comes from the environment; without a launcher the world is this process.
-    A default process group that exists already is adopted, and left standing by :func:`shutdown`.
+    A default process group that exists already is adopted, and not destroyed by :func:`shutdown`.
 
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).
-        seed: of the generators of ``random``, numpy (where it is loaded) and torch, alike on every rank; initial values
-            of parameters are drawn from torch's. ``None`` leaves the generators alone.
+        seed: of the generators of ``random``, numpy (if it is loaded) and torch, the same on every rank; initial values
+            of parameters are drawn from torch's. ``None``: the generators are not seeded.
         pipe_size: pipeline stages; -1: one.
         num_micro_batches: micro-batches of a pipeline; by default as many as stages.
         tp_size: tensor-parallel ranks.
         zero_level: default ZeRO level of Blocks that do not say.
-        device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one: that of a
-            process group that exists, or else the number of the process on its host, which torchrun, srun, Open MPI
-            and Intel MPI tell.
+        device: "cuda", "cpu" or a device with an index; by default this process's GPU if there is one: that of a
+            process group that exists, or else the GPU whose index is the local rank, which torchrun, srun, Open MPI
+            and Intel MPI set.
         backend: of ``torch.distributed``; by default nccl for CUDA and gloo for CPU.
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
         agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; not more
             than ``timeout``; by default five minutes, or ``timeout`` where that is shorter.
         deterministic: whether the same seed, data and micro-batches give the same bits on 1, 2, 4, ... replicas: sums
             over micro-batches and ranks have a fixed order, and torch's deterministic algorithms are on until
-            :func:`shutdown`. bmt-zero's README tells what the script must do. The number of replicas must be a power
-            of two, and there can be no pipeline.
+            :func:`shutdown`. The README of bmt-zero says what the script must do. The number of replicas must be a
+            power of two, and there can be no pipeline.
 
     Raises:
         RuntimeError: called twice without :func:`shutdown`; a rank has not come in time, or has ended.
@@ -219,7 +219,7 @@ def init_distributed(
         world_size = dist.get_world_size()
     else:
         world_size = _world_size(init_method) if launched or init_method != "env://" else 1
-    # Before any process group exists, so that every rank raises and none waits for another.
+    # Checked before any process group exists, so that every rank raises and none waits for another.
     if world_size % (pipe_size * tp_size) != 0:
         raise ValueError(
             f"pipe_size={pipe_size} × tp_size={tp_size} = {pipe_size * tp_size} does not divide the world size "
@@ -240,11 +240,11 @@ def init_distributed(
     if not adopt:
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         if launched or init_method != "env://":
-            # -1: init_method says so itself.
+            # -1: init_method contains it.
             rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
             store, rank, size = connect(init_method, rank, size, timeout)
             store.set_timeout(timeout)
-            # torchrun's store outlives a process group, and still holds the addresses of the one before.
+            # torchrun's store outlives a process group, and still has the addresses of the previous one.
             start = Start(store, rank, timeout.total_seconds())
             store = dist.PrefixStore(f"bmt_comm/{start.name}", store)
         else:
@@ -276,7 +276,7 @@ def init_distributed(
     try:
         if not adopt:
             assert backend is not None
-            # NCCL connects when a process group is made, and knows which GPU is this process's.
+            # With a device, NCCL connects when the process group is made.
             bound = chosen if "nccl" in backend else None
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
         context = _lay_out(
@@ -305,20 +305,20 @@ def init_distributed(
 
 
 def _wake(message: str) -> None:
-    """Let all waits of this process end with an error."""
+    """End all waits of this process with an error."""
     stop_agreements(message)
     stop_waiting(message)
 
 
 def before_shutdown(call: Callable[[], object]) -> None:
-    """Let the next :func:`shutdown` call this first, on all ranks, while the process groups are there."""
+    """Register a function that the next :func:`shutdown` calls first, on all ranks, while the process groups exist."""
     _before_shutdown.append(call)
 
 
 def shutdown() -> None:
     """Leave the job: forget the context and destroy the process group, unless it was adopted.
 
-    Runs by itself at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
+    Is called at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
     """
     global _current, _restore_kernels
     while _current is not None and _before_shutdown:
@@ -334,7 +334,7 @@ def shutdown() -> None:
     note_place("")
     forget_communicators()
     if not dist.is_initialized() or context.world.group is not dist.group.WORLD:
-        return  # somebody else has destroyed the process groups
+        return  # the process groups were destroyed already
     assert dist.group.WORLD is not None
     stop_sharing_memory([dist.group.WORLD, *context.subgroups])
     if context.owns_process_group:
@@ -362,7 +362,7 @@ atexit.register(_shutdown_at_exit)
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Where torchrun, srun, Open MPI and other launchers of MPI programs tell the number of a process on its host."""
+"""Where torchrun, srun, Open MPI and other launchers of MPI programs set the local rank."""
 
 
 def _local_rank() -> int:
@@ -475,7 +475,7 @@ def _lay_out(
 
 
 def _name_journals(context: ParallelContext) -> None:
-    """Let messages name the process groups as the context does; one that serves several has the first name."""
+    """Name the process groups in messages as the context does; a group with several names has the first one."""
     names = ("world", "zero", "tp_zero", "tp", "pipe", "outer_zero", "outer_tp_zero", "pipe_host", "tp_zero_host")
     for name in reversed(names):
         comm: Communicator = getattr(context, name)
@@ -484,23 +484,23 @@ def _name_journals(context: ParallelContext) -> None:
 
 
 def _parts(grid: Tensor, *dims: int) -> list[list[int]]:
-    """The ranks of ``grid`` in parts, within which they differ in ``dims`` only."""
+    """The ranks of ``grid`` in parts; the ranks of a part differ only in ``dims``."""
     others = [d for d in range(3) if d not in dims]
     length = math.prod(grid.shape[d] for d in dims)
     return grid.permute(*others, *dims).reshape(-1, length).tolist()
 
 
 class _Groups:
-    """Makes process groups and communicators. All ranks ask for the same ones, in the same order.
+    """Makes process groups and communicators. All ranks call it for the same ones, in the same order.
 
-    All ranks make each process group, whether they are in it or not. If only its own ranks did
-    (``use_local_synchronization``), torch would name it by how many groups a rank is in, and ranks that are in
-    different numbers of groups would wait for each other under different names. And where the default process group is
-    bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks; groups that have no ranks
-    in common take one split together.
+    All ranks make each process group, whether they are in it or not. If only the ranks of the group did
+    (``use_local_synchronization``), torch would name it by the number of groups that a rank is in, and ranks in
+    different numbers of groups would wait for each other under different names. If the default process group is bound
+    to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks. Groups that have no ranks in
+    common are made by one split.
 
-    Where it is not, NCCL connects the ranks of a group at their first exchange; and in any group it connects two ranks
-    at their first message, which blocks both. That is here, in an order that all ranks share.
+    If it is not bound to a device, NCCL connects the ranks of a group at their first exchange. In any group it connects
+    two ranks at their first message, which blocks both. These exchanges happen here, in the same order on all ranks.
 
     Attributes:
         made: the process groups that were made.
@@ -518,7 +518,7 @@ class _Groups:
         self.world = self.communicator([list(range(dist.get_world_size()))])
 
     def of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The process group of this rank's part of all ranks; the same one for the same ranks."""
+        """The process group of this rank's part; the same object for the same ranks."""
         mine = next(tuple(part) for part in parts if self._rank in part)
         if mine not in self._known:
             made = self._make(parts)
@@ -527,7 +527,7 @@ class _Groups:
         return self._known[mine]
 
     def communicator(self, parts: Sequence[Sequence[int]]) -> Communicator:
-        """The communicator of this rank's part; of this rank alone where it has no other."""
+        """The communicator of this rank's part; ``alone`` if the part has no other rank."""
         group = self.of(parts)
         if group not in self._communicators:
             alone = dist.get_world_size(group) == 1 and group is not dist.group.WORLD
@@ -535,38 +535,39 @@ class _Groups:
         return self._communicators[group]
 
     def on_host(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> Communicator:
-        """A communicator of the same ranks for host memory; ``comm`` itself where it serves."""
+        """A communicator of the same ranks for host memory; ``comm`` itself if it supports that."""
         if comm.size == 1 or not comm.in_order:
             return comm
-        # Of an eager group, torch lets the ranks that are not in a new one split it, also for gloo, which does not.
+        # In an eager group, torch makes ranks outside of the new group split NCCL's communicator even for gloo, where
+        # the ranks of the group do not. So only these make it.
         group = self._make(parts, "gloo", alone=comm.eager)
         assert group is not None
         return self._connected(group, torch.device("cpu"))
 
     def channels(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> dict[tuple[int, int], Communicator]:
-        """For each two ranks of ``comm``, of which this is one, a communicator from the first to the second.
+        """The point-to-point channels of this rank: a communicator for each pair (source, target) of ranks of ``comm``.
 
-        ``parts`` are the ranks of ``comm``, and of those beside it.
+        ``parts`` are the ranks of ``comm``, and of the other communicators of its kind.
         """
-        ways = [way for pair in _pairs(comm.size) for way in (pair, pair[::-1])]
+        pairs = [each for pair in _pairs(comm.size) for each in (pair, pair[::-1])]
         if not comm.in_order:
-            return {way: comm for way in ways if comm.rank in way}
-        # Each channel is a process group of its own, so torch need not warn that messages wait for each other.
+            return {pair: comm for pair in pairs if comm.rank in pair}
+        # Each channel is a separate process group, so torch need not warn that messages wait for each other.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        found = {}
-        for source, target in ways:
+        channels = {}
+        for source, target in pairs:
             group = self._make([sorted((part[source], part[target])) for part in parts])
             if group is None:
                 continue
-            channel = found[source, target] = Communicator(group, self._device)
+            channel = channels[source, target] = Communicator(group, self._device)
             token = torch.zeros(1, device=self._device)
             (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
-        return found
+        return channels
 
     def _make(
         self, parts: Sequence[Sequence[int]], backend: str | None = None, alone: bool = False
     ) -> dist.ProcessGroup | None:
-        """A process group for each part; returns this rank's. ``alone``: its ranks make it without the others."""
+        """Make a process group for each part; returns this rank's. ``alone``: only the ranks of a part make it."""
         mine = None
         if self.world.eager and backend is None and len(set(_compat.backends().values())) == 1:
             mine = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self._timeout)
@@ -588,7 +589,7 @@ class _Groups:
 
 
 def _pairs(size: int) -> Iterator[tuple[int, int]]:
-    """All pairs of ranks, in rounds in which each rank has one partner, so that half of them go on at once."""
+    """All pairs of ranks, in rounds. In a round each rank has at most one partner, so its pairs run in parallel."""
     even = size + size % 2
     for turn in range(even - 1):
         for k in range(even // 2):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """Let the caller write another file beside ``path``, which takes its name if nothing is raised.
+    """Yield the path of a temporary file beside ``path``, which is renamed to ``path`` if nothing is raised.
 
-    Until then, and after a loss of power at any moment, ``path`` is what it was before, or the whole new file.
+    After a loss of power at any moment, ``path`` is either the old file or the complete new one.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -25,7 +25,7 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Write to the disk what the system still holds of a file's content, or of a directory's entries."""
+    """Flush a file's content, or a directory's entries, from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

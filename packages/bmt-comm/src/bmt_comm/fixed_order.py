@@ -1,14 +1,14 @@
-"""Sums whose order does not depend on the number of ranks, and what else a run needs to have the same bits on any.
+"""Sums whose order does not depend on the number of ranks, and torch's settings for runs with the same bits.
 
 [Note: the same bits]
     ``init_distributed(deterministic=True)``: the same seed, data and micro-batches give the same bits on 1, 2, 4, ...
-    data-parallel ranks. A step consists of a fixed number of micro-batches, of a fixed size. They are dealt out in
-    turn: of R replicas, replica r computes micro-batches r, r + R, r + 2R, ...
+    data-parallel ranks. A step consists of a fixed number of micro-batches, of a fixed size. They are distributed
+    round-robin: of R replicas, replica r computes micro-batches r, r + R, r + 2R, ...
 
     The sum over micro-batches is a binary tree over their numbers: pairs of neighbours, pairs of pairs, and so on. R is
-    a power of two, so the micro-batches that all replicas compute at a time are one subtree, which :func:`tree_sum`
-    adds up over the ranks. :class:`TreeSum` adds up the rest of the tree over time; it holds as many partial sums as
-    the number of micro-batches of a replica has binary digits.
+    a power of two, so the micro-batches that all replicas compute at a time are one subtree. :func:`tree_sum` adds up
+    this subtree over the ranks. :class:`TreeSum` adds up the rest of the tree over time. It holds at most as many
+    partial sums as the number of micro-batches of a replica has binary digits.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ TREE_SUM = "tree_sum"
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum of ``parts``, in the order of a binary tree; see [Note: the same bits].
 
-    It is that of consecutive sums: ``tree_sum(x[:8]) == tree_sum([tree_sum(x[:4]), tree_sum(x[4:8])])``, to the bit.
+    Consecutive sums give the same bits: ``tree_sum(x[:8]) == tree_sum([tree_sum(x[:4]), tree_sum(x[4:8])])``.
 
     Args:
         parts: tensors of one shape and dtype, one at least. They are only read.
-        out: where the sum is written, which may be one of ``parts``. Of one part, it is that part itself.
+        out: where the sum is written; it may be one of ``parts``. The sum of one part is that part itself.
     """
     if len(parts) == 1:
         return parts[0]
-    left = 1 << ((len(parts) - 1).bit_length() - 1)  # the largest power of two that leaves some for the right
+    left = 1 << ((len(parts) - 1).bit_length() - 1)  # the largest power of two below the number of parts
     return torch.add(tree_sum(parts[:left]), tree_sum(parts[left:]), out=out)
 
 
 class TreeSum:
-    """The :func:`tree_sum` of tensors that come one after the other."""
+    """The :func:`tree_sum` of tensors that are added one after the other."""
 
     def __init__(self) -> None:
-        self._partial: list[Tensor | None] = []  # number k: the sum of 2ᵏ tensors; the later ones have come later
+        self._partial: list[Tensor | None] = []  # entry k: the sum of 2ᵏ tensors, which are later than those of k + 1
 
     def add(self, value: Tensor) -> None:
-        """Add a tensor, which belongs to the sum from now on."""
+        """Add a tensor. The sum may overwrite it from now on."""
         for k, earlier in enumerate(self._partial):
             if earlier is None:
                 self._partial[k] = value
@@ -56,7 +56,7 @@ class TreeSum:
 
     @property
     def partials(self) -> list[Tensor]:
-        """The sums of what has come; they are added up in the end."""
+        """The partial sums, which :meth:`total` adds up."""
         return [partial for partial in self._partial if partial is not None]
 
     def total(self) -> Tensor:
@@ -69,14 +69,14 @@ class TreeSum:
 
 
 def use_deterministic_kernels(is_cuda: bool) -> Callable[[], None]:
-    """Let torch choose kernels that give the same bits each time; returns what lets it choose as before."""
+    """Let torch choose kernels that give the same bits each time; returns a function that restores the settings."""
     kernels, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fills, tries = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     if is_cuda:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # which costs time and helps only to find defects
+    memory.fill_uninitialized_memory = False  # filling costs time and only helps debugging
     torch.backends.cudnn.benchmark = False
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorder knows, for the files that ranks write when a job fails.
+"""The entries of PyTorch's flight recorder, for the files that ranks write when a job fails.
 
 The recorder keeps the last operations of NCCL's process groups: whether each has begun and ended on the device, which
 the host does not know. New versions of torch also keep gloo's collectives.
@@ -19,7 +19,7 @@ _KEPT = 8  # operations in the text
 def write_record(folder: Path, rank: int) -> str:
     """Write what torch has recorded to a file in ``folder``, as its tool ``torchfrtrace`` reads it.
 
-    Returns the operations that have not ended, the last ones, one in each line; nothing where torch records nothing.
+    Returns the last operations that have not ended, one in each line; "" if torch records nothing.
     """
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         if not hasattr(c10d, f"{name}_json"):  # this build of torch lacks it

@@ -30,7 +30,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 class GroupMessageWork(dist.Work):
-    """A single message in flight, which may take ``seconds``."""
+    """A single message in flight. A wait without a time-out may take ``seconds``."""
 
     def __init__(self, message: MessageWork, seconds: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GroupMessageWork(dist.Work):
 
 
 class CallingGroup(Protocol):
-    """What a call needs of its process group."""
+    """The process group of a call, as far as the call uses it."""
 
     own_rank: int
     progress: Progress
@@ -69,15 +69,15 @@ class CallingGroup(Protocol):
 
     def begin(self, kind: str, detail: object, flat: Tensor, method: str, arguments: tuple[Any, ...]) -> Work: ...
 
-    def tell(self, name: str) -> None: ...
+    def notify(self, name: str) -> None: ...
 
 
 class GroupCall:
-    """What one call of torch.distributed does.
+    """The collectives and copies of one call of torch.distributed.
 
     Attributes:
-        copies: targets and sources, of what is to be copied after that.
-        own_copies: of what is to be copied before it: what it receives may be written where the sources lie.
+        copies: (target, source) pairs to copy after the collectives.
+        own_copies: (target, source) pairs to copy before them, because they may overwrite the sources.
     """
 
     __slots__ = ("_group", "_in_inference", "_opts", "_outputs", "_steps", "copies", "own_copies")
@@ -92,8 +92,8 @@ class GroupCall:
     def ins(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Tensors that are read, as vectors.
 
-        Of several collectives in one call, each with one of the ``outputs``: copies, if one of them would write what
-        another one reads.
+        If the call has several collectives, one for each of ``outputs``, and one would write what another one reads,
+        these are copies.
         """
         flats = [vector(as_in_memory(tensor.data)) for tensor in tensors]
         if len(outputs) > 1:
@@ -107,18 +107,18 @@ class GroupCall:
         return [self._written(tensor) for tensor in tensors]
 
     def in_and_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that are read and written. Those that share memory are copied, so that each is read as it is now."""
+        """Tensors that are read and written, as vectors. If they share memory, these are copies of the values now."""
         alone = len(tensors) == 1 or not overlap(map(addresses, tensors))
         return [self._written(tensor, read=True, alone=alone) for tensor in tensors]
 
     def _written(self, tensor: Tensor, read: bool = False, alone: bool = True) -> Tensor:
-        # An alias of its own: writing must not count as a change of what autograd has saved.
+        # An alias: writing must not increment the version of a tensor that autograd has saved.
         data = tensor.data
         self._in_inference |= tensor.is_inference()
         if alone and is_as_in_memory(data):
             return vector(data)
         if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
-            self._group.tell("a collective that cannot write to its tensor, which raises ValueError")
+            self._group.notify("a collective that cannot write to its tensor, which raises ValueError")
             raise ValueError(
                 f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
                 "whose elements share memory; pass tensor.contiguous()"
@@ -131,33 +131,31 @@ class GroupCall:
         return vector(dense)
 
     def add(self, kind: str, detail: object, flat: Tensor, method: str, *arguments: Any) -> None:
-        """A collective, by what ranks compare, and the method of :class:`SharedMemoryCollectives` that does it."""
+        """Add a collective: what ranks compare of it, and the method of :class:`SharedMemoryCollectives` to call."""
         self._steps.append((kind, detail, flat, method, arguments))
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> None:
-        own = chunks[self._group.own_rank]
-        if own.data_ptr() != mine.data_ptr():
-            self.own_copies.append((own, mine))
-        self.add("all_gather", "", own, "all_gather", chunks, own)
+        target = chunks[self._group.own_rank]
+        if target.data_ptr() != mine.data_ptr():
+            self.own_copies.append((target, mine))
+        self.add("all_gather", "", target, "all_gather", chunks, target)
 
-    def reduce_scatter(
-        self, out: Tensor, chunks: Sequence[Tensor], op: str | None, whole: Tensor | None = None
-    ) -> None:
-        """``whole``: the tensor that the chunks are equal parts of, if there is one."""
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str | None, full: Tensor | None = None) -> None:
+        """``full``: the tensor that the chunks are equal parts of, if there is one."""
         detail: object = op
         named = out
-        if whole is None and any(chunk.numel() != out.numel() for chunk in chunks):  # ``out`` differs between ranks
+        if full is None and any(chunk.numel() != out.numel() for chunk in chunks):  # ``out`` differs between ranks
             detail, named = f"{op} in parts of {[chunk.numel() for chunk in chunks]}", out[:0]
-        may_overlap = whole is None or overlap_in_part(out, whole)
-        if may_overlap and any(overlap_in_part(out, chunk) for chunk in chunks):  # what is still read must not change
+        may_overlap = full is None or overlap_in_part(out, full)
+        if may_overlap and any(overlap_in_part(out, chunk) for chunk in chunks):  # they are read while out is written
             chunks = [chunk.clone() for chunk in chunks]
         self.add("reduce_scatter", detail, named, "reduce_scatter", out, chunks, op)
 
     def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wholes: Sequence[Tensor] | None = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], joined: Sequence[Tensor] | None = None
     ) -> None:
-        """``wholes``: what the outputs and the inputs are parts of, if each are parts of one tensor."""
-        if overlap(map(addresses, wholes or (*outputs, *inputs))):
+        """``joined``: the tensor that the outputs are parts of and that of the inputs, if there are such."""
+        if overlap(map(addresses, joined or (*outputs, *inputs))):
             inputs = [chunk.clone() for chunk in inputs]
         nothing = inputs[0][:0]  # lengths differ between ranks
         self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
@@ -182,14 +180,14 @@ class GroupCall:
 
     def _begin(self) -> Work:
         if self.own_copies:
-            # What else begins has buffers that are kept, which must not be those of an inference.
+            # Only the copies: the collectives keep buffers, which must not be inference tensors.
             with torch.inference_mode() if self._in_inference else contextlib.nullcontext():
                 for target, source in self.own_copies:
                     copy_between(target, source)
         if len(self._steps) == 1:
             return self._group.begin(*self._steps[0])
         works = [self._group.begin(*step) for step in self._steps]
-        return Pending(works[::-1], None, None)  # which waits for the last one first
+        return Pending(works[::-1], None, None)  # Pending waits for the last work first
 
     def _finish(self) -> None:
         for target, source in self.copies:

@@ -14,9 +14,9 @@ from .work import DONE, Pending, Work
 
 
 class CollectivesOfOneRank:
-    """The collectives of a group of one rank, which takes what groups of several do.
+    """The collectives of a group of one rank, with the same arguments as those of larger groups.
 
-    What a rank copies to itself in a gather, a scatter and an all-gather is copied by ``group_calls.GroupCall``.
+    ``group_calls.GroupCall`` does the copies of a rank to itself in a gather, a scatter and an all-gather.
     """
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
@@ -48,5 +48,5 @@ class CollectivesOfOneRank:
     def stop(self, why: str) -> None:
         """Nothing waits."""
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """No other rank waits for this one."""

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to without the host's help."""
+"""Page-locked host memory, for H2D and D2H copies by the GPU itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> Tensor:
-    """A vector in page-locked host memory, to be kept for long; what is in it does not matter.
+    """A vector in page-locked host memory, to be kept for long; its values are undefined.
 
-    With ``bmt_kernels`` it takes what is needed, and is given back when the vector is gone. PyTorch's own
-    ``pin_memory=True`` takes the next power of two of bytes, and keeps what was freed for the next one of that size.
+    With ``bmt_kernels`` it takes as many bytes as needed, and the memory is released with the vector. PyTorch's own
+    ``pin_memory=True`` takes the next power of two of bytes, and caches freed memory for the next vector of that size.
 
     Raises:
         RuntimeError: CUDA cannot lock the memory.

@@ -1,9 +1,9 @@
-"""Collectives on the CPU over several hosts: shared memory between the ranks of one, messages between hosts.
+"""Collectives on the CPU over several hosts: shared memory within a host, messages between hosts.
 
 [Note: columns]
-    Every host has as many ranks. Those with the same place on their hosts are a *column*. A collective has a part
-    within hosts and one within columns, so that each byte crosses to another host once and not once for each of its
-    ranks:
+    All hosts have the same number of ranks. The ranks with the same place on their hosts are a *column*. A collective
+    has a part within hosts and a part within columns, so that each byte crosses to another host once, not once for each
+    rank of that host:
 
     ============== ==================================== =========================================
     collective     first                                then
@@ -14,9 +14,9 @@
     broadcast      the root's column, and its host      the other hosts
     ============== ==================================== =========================================
 
-    What comes first begins at the call. The rest begins when ranks wait, in the order of the calls: a wait for one
-    collective is one for all that began before it, too, which other ranks may be waiting for. The two have exchanges of
-    their own: each must have one order on all ranks.
+    The first part begins at the call. The second part begins when ranks wait, in the order of the calls: a wait for a
+    collective also waits for all that began before it, because other ranks may be waiting for them. The two parts have
+    separate exchanges, because the order in an exchange must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .direct_exchange import DirectExchange, evenly_cut
+from .direct_exchange import DirectExchange, split_evenly
 from .fixed_order import TREE_SUM
 from .operation import Operation
 from .packing import Packing
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
 from .work import Pending, Work
 
-_ONE_TRIP_BYTES = 1 << 16  # in all, of an all-reduce in which all ranks send all they have to all
+_ONE_SHOT_BYTES = 1 << 16  # of all ranks together, up to which an all-reduce is one-shot
 _UNEQUAL = "ranks are on several hosts, in containers or of users, that do not have as many each, or have one each"
 _MEETING = Operation(0, b"hosts", 0)
 
@@ -50,7 +50,7 @@ class HostsCollectives:
     Args:
         direct: messages between all ranks.
         hosts: the ranks of every host.
-        within: the collectives of this rank's host, for what begins at the call and for the rest.
+        within: the collectives of this rank's host, for the first and for the second part of a collective.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class HostsCollectives:
     def packed_reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], packing: Packing, operation: Operation
     ) -> Work:
-        """Sum in the dtype of ``out``. The sums of a host are packed for the other hosts, and that for its own is not.
+        """Sum in the dtype of ``out``. The sums for other hosts are packed; the sum for this host is not.
 
-        Within a host sums have the order of a tree; between hosts, that of the hosts.
+        Sums within a host have the order of a tree. Sums between hosts have the order of the hosts.
         """
         sums, works = self._reduce_within(chunks, TREE_SUM, out.dtype, operation)
 
@@ -127,7 +127,7 @@ class HostsCollectives:
     def _reduce_within(
         self, chunks: Sequence[Tensor], op: str, dtype: torch.dtype, operation: Operation
     ) -> tuple[Tensor, list[Work]]:
-        """What this rank's host has for this rank's place on every host, and the works that compute it."""
+        """The host's sums for this rank's place on every host, (hosts, numel), and the works that compute them."""
         sums = self.direct.memory.take(self.host_count, chunks[0].numel(), dtype)
         works = [
             self._within.reduce_scatter(total, [chunks[rank] for rank in host], op, operation)
@@ -136,9 +136,9 @@ class HostsCollectives:
         return sums, works
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        if not _splits(op, flat) or flat.nbytes * self.size <= _ONE_TRIP_BYTES:
+        if not _splits(op, flat) or flat.nbytes * self.size <= _ONE_SHOT_BYTES:
             return self._later(self.direct.all_reduce(flat, op, operation).wait, flat)
-        parts = evenly_cut(flat, len(self._hosts[0]))
+        parts = split_evenly(flat, len(self._hosts[0]))
         mine = parts[self._place]
         works = [self._within.reduce_scatter(mine, parts, op, operation)]
 
@@ -163,27 +163,27 @@ class HostsCollectives:
 
         return self._later(finish, flat)
 
-    # What torch.distributed has besides goes between each two ranks.
+    # The other collectives of torch.distributed are messages between each two ranks.
 
     def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
-        """Reduce into ``flat`` of rank ``root``; that of the others is not touched."""
+        """Reduce into ``flat`` of rank ``root``; ``flat`` of the others is not written."""
         total = flat if self.rank == root else flat.clone()
         return self.all_reduce(total, op, operation)
 
     def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
-        """Every rank's ``mine`` into ``chunks`` of rank ``root``, whose own is not touched."""
+        """Copy every rank's ``mine`` into ``chunks`` of rank ``root``, except its own chunk."""
         nothing = mine[:0]
         sends = [mine if rank == root else nothing for rank in range(self.size)]
         return self._exchange(sends, chunks if self.rank == root else [nothing] * self.size, operation)
 
     def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
-        """Each of ``chunks`` of rank ``root`` into ``mine`` of one rank; that of the root is not touched."""
+        """Copy chunk r of rank ``root`` into ``mine`` of rank r, except that of the root."""
         nothing = mine[:0]
         receives = [mine if rank == root else nothing for rank in range(self.size)]
         return self._exchange(chunks if self.rank == root else [nothing] * self.size, receives, operation)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
-        """``inputs[r]`` into ``outputs[this rank]`` of rank r."""
+        """Copy ``inputs[r]`` into ``outputs[this rank]`` of rank r."""
         outputs[self.rank].copy_(inputs[self.rank])
         return self._exchange(inputs, outputs, operation)
 
@@ -192,19 +192,19 @@ class HostsCollectives:
         return self._later(lambda: _wait_for(works), (sends, receives))
 
     def stop(self, why: str) -> None:
-        """Let waits, in other threads too, end with an error."""
+        """End all waits, in other threads too, with an error."""
         for within in (self._within, self._within_later):
             within.stop(why)
-        if self._unfinished:  # else other ranks may still read messages of this one
+        if self._unfinished:  # otherwise other ranks may still be reading messages of this one
             self.direct.stop()
 
-    def give_up(self, error: BaseException) -> None:
-        """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""
+    def fail(self, error: BaseException) -> None:
+        """After ``error``, collectives that are not done fail, on every rank that needs a message of this one."""
         for within in (self._within, self._within_later):
-            within.give_up(error)
+            within.fail(error)
 
     def _later(self, finish: Callable[[], None], keep: object) -> Work:
-        """A collective that has begun and that ``finish`` ends."""
+        """A collective that has begun; ``finish`` is its second part."""
         entry = _Finish(finish)
         self._unfinished.append(entry)
 
@@ -214,7 +214,7 @@ class HostsCollectives:
                     self._unfinished[0].run()
                     self._unfinished.popleft()
             except BaseException as error:
-                self.give_up(error)  # what was interrupted may not be begun again
+                self.fail(error)  # an interrupted second part cannot be begun again
                 raise
 
         return Pending([], wait, keep)
@@ -238,7 +238,7 @@ def _wait_for(works: list[Work]) -> None:
 
 
 def _splits(op: str, tensor: Tensor) -> bool:
-    """Whether a reduction may be one of reductions."""
+    """Whether the reduction of partial reductions is the reduction of all."""
     return op != TREE_SUM and (op != "avg" or tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -250,24 +250,25 @@ def _place_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[int, int]:
 def connect(
     direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float], local_size: int = 0
 ) -> SharedMemoryCollectives | HostsCollectives | str:
-    """The best collectives that the ranks of a group can have together.
+    """The fastest collectives that all ranks of a group can use.
 
-    A collective. Shared memory needs ranks on one host, or on several with as many each, and more than one.
+    A collective. Shared memory needs all ranks on one host, or several hosts with the same number of ranks, at least
+    two.
 
     Args:
-        direct: messages between them.
+        direct: messages between the ranks.
         ranks: their global ranks.
         timeout: after which a collective fails if a rank has not joined it, or a function that returns its seconds.
         local_size: the ranks of the job on this host, if they are more: :func:`ranks_on_this_host`.
 
     Returns:
-        Collectives; or, on all ranks, why there are none but those by messages.
+        The collectives; or, on all ranks, the reason why only messages are possible.
     """
     mine = torch.tensor([host_identity()], device="cpu")
-    found = mine.repeat(direct.size, 1)
-    direct.all_gather(list(found.unbind()), mine, _MEETING).wait()
+    identities = mine.repeat(direct.size, 1)
+    direct.all_gather(list(identities.unbind()), mine, _MEETING).wait()
     by_host: dict[int, list[int]] = {}
-    for rank, identity in enumerate(found.flatten().tolist()):
+    for rank, identity in enumerate(identities.flatten().tolist()):
         by_host.setdefault(identity, []).append(rank)
     hosts = list(by_host.values())
     if len(hosts) == 1:
@@ -287,16 +288,16 @@ def connect(
 
 
 def ranks_on_this_host() -> int:
-    """How many ranks of the job run here, as launchers tell; 0: unknown.
+    """How many ranks of the job run on this host, from the launcher's environment variables; 0: unknown.
 
-    They share its processors, whichever group they communicate in.
+    They share the processors of the host, whichever group they communicate in.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    return int(told) if told.isdecimal() else 0
+    size = os.environ.get("LOCAL_WORLD_SIZE", "") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    return int(size) if size.isdecimal() else 0
 
 
 def host_identity() -> int:
-    """The same for processes that can share memory: of one user, on one running system, in one container."""
+    """A number that is the same for processes that can share memory: one user, one booted system, one container."""
     facts: list[object] = [os.getuid() if hasattr(os, "getuid") else 0]
     boot = Path("/proc/sys/kernel/random/boot_id")
     facts.append(boot.read_text() if boot.exists() else platform.node())

@@ -1,7 +1,7 @@
 """The last operations of this process, and those that it waits for.
 
-Each process group has a ring of its last operations. To note one costs less than a microsecond. Where in the program an
-operation was called is not noted: the Python stack tells it of the one that is waited for.
+Each process group has a ring of its last operations. To note one costs less than a microsecond. The line that called an
+operation is not noted; for the operation that is waited for, the Python stack has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Journal:
 
     Attributes:
         key: the process group's name, the same on all its ranks.
-        name: of the communicator, for people.
+        name: of the communicator, for messages.
         ranks: global ranks.
         count: how many collectives this rank has begun; the same on all ranks that have come equally far.
         last: when each operation began, the operation, and :func:`place` then.
@@ -61,12 +61,12 @@ _place = ""
 
 
 def place() -> str:
-    """What the program is at, as :func:`note_place` was told."""
+    """The place that was last passed to :func:`note_place`."""
     return _place
 
 
 def note_place(text: str) -> None:
-    """Note what the program is at: a module, a micro-batch. Messages about failures tell it."""
+    """Note where the program is: a module, a micro-batch. Messages about failures include it."""
     global _place
     _place = text
 
@@ -77,10 +77,10 @@ class Wait(NamedTuple):
     Attributes:
         begun: when (``time.monotonic``).
         journal: of the process group.
-        operation: what is waited for.
+        operation: that the thread waits for.
         peers: the global ranks without which it does not end.
         place: see :func:`place`.
-        limit: seconds that it may take; None: as long as the job says.
+        limit: seconds that it may take; None: the time-out of the job.
     """
 
     begun: float
@@ -92,10 +92,10 @@ class Wait(NamedTuple):
 
 
 waits: dict[int, Wait] = {}
-"""Of each thread that waits, by its identity."""
+"""The waits of this process, by the identity of the thread."""
 
 limits: dict[int, float] = {}
-"""Of threads whose next waits may take less time than others, by their identities."""
+"""Seconds that the next waits of some threads may take, by the identity of the thread."""
 
 
 def begin_wait(journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:

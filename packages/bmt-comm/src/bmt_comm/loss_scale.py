@@ -1,7 +1,7 @@
-"""The loss scale of gradients, for those who show gradients.
+"""The loss scale of gradients, for functions that show gradients.
 
-A backward pass knows the scale of the loss it began with. Gradients of parameters stay after it, so those of the
-parameters that an ``OptimManager`` steps have a note of their scale. Other gradients have that of the last backward.
+A backward pass has the scale of the loss that it began with. Gradients of parameters outlive the pass, so their scale
+is noted on those that an ``OptimManager`` steps. Other gradients have the scale of the last backward pass.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _scaler: weakref.ref[LossScaler] | None = None
 
 
 def use_scaler(scaler: LossScaler) -> None:
-    """Losses to come will be multiplied by what ``scaler`` says then, as long as it lives."""
+    """Later losses will be multiplied by the scale that ``scaler`` has then. Keeps a weak reference to it."""
     global _scaler
     _scaler = weakref.ref(scaler)
 
 
 def expected_scale() -> float:
-    """What a loss that is computed now will be multiplied by before its backward; 1 if nothing is known."""
+    """The factor by which a loss that is computed now will be multiplied before its backward; 1 if it is not known."""
     scaler = None if _scaler is None else _scaler()
     return 1.0 if scaler is None else scaler.loss_scale / scaler.grad_scale
 
@@ -49,7 +49,7 @@ def scale_in_backward() -> float:
 
 
 def begin_backward() -> None:
-    """A backward pass runs."""
+    """A backward pass begins."""
     global _last
     _last = _current
 
@@ -65,7 +65,7 @@ def mark_scaled(loss: Tensor, scale: float, after: Callable[[], None] | None = N
 
     Args:
         loss: the loss, which was multiplied by the scale.
-        after: is called when the backward pass has ended.
+        after: called when the backward pass has ended.
     """
 
     def begin(_grad: Tensor) -> None:

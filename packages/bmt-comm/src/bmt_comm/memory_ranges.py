@@ -1,4 +1,4 @@
-"""Where the elements of tensors lie in memory, and whether tensors share some of it."""
+"""The memory ranges of tensors, and whether they overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_as_in_memory(tensor: Tensor) -> bool:
-    """Whether its elements lie one after the other in memory, as they are: not to be conjugated or negated."""
+    """Whether a tensor is contiguous and is neither conjugated nor negated lazily."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -18,7 +18,7 @@ def as_in_memory(tensor: Tensor) -> Tensor:
 
 
 def addresses(tensor: Tensor) -> tuple[int, int]:
-    """Of its first element, and of what follows its last."""
+    """The address of the first element, and the address behind the last one."""
     begin, size = tensor.data_ptr(), tensor.element_size()
     if tensor.is_contiguous():
         return begin, begin + size * tensor.numel()
@@ -27,13 +27,13 @@ def addresses(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlap(ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether any two ranges of addresses do."""
+    """Whether any two ranges of addresses overlap."""
     in_order = sorted((begin, end) for begin, end in ranges if begin < end)
     return any(second[0] < first[1] for first, second in itertools.pairwise(in_order))
 
 
 def without_the_inner(a: tuple[int, int], b: tuple[int, int]) -> Sequence[tuple[int, int]]:
-    """Two ranges of addresses, or the outer one if the other lies in it."""
+    """Both ranges of addresses, or only the outer one if it contains the other."""
     if a[0] <= b[0] and b[1] <= a[1]:
         return (a,)
     return (b,) if b[0] <= a[0] and a[1] <= b[1] else (a, b)
@@ -46,12 +46,16 @@ def overlap_in_part(a: Tensor, b: Tensor) -> bool:
 
 
 def copy_between(target: Tensor, source: Tensor) -> None:
-    """Copy, also where they overlap, which torch refuses."""
+    """Copy, also between tensors that overlap; torch refuses that."""
     target.copy_(source.clone() if overlap_in_part(target, source) else source)
 
 
 def received(tensor: Tensor) -> Tensor:
-    """What a single message is received into, as it is sent."""
+    """The tensor into which a single message is received.
+
+    Raises:
+        ValueError: it is not contiguous, or is conjugated or negated lazily.
+    """
     data: Tensor = tensor.data
     if not is_as_in_memory(data):
         raise ValueError("a message cannot be received into a tensor that is conjugated or negated lazily")

@@ -1,7 +1,7 @@
 """The function names of ``bmtrain.nccl`` over :class:`~bmt_comm.Communicator`; nothing is differentiable.
 
-Buffers are tensors, or what ``tensor.storage()`` returns. ``groupStart`` and ``groupEnd`` bracket sends and receives
-that depend on each other: those between them start together at the end, and are waited for.
+Buffers are tensors, or what ``tensor.storage()`` returns. ``groupStart`` and ``groupEnd`` enclose sends and receives
+that depend on each other. ``groupEnd`` starts them together, and waits for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def commRank(comm: Communicator) -> int:
 
 
 def commDestroy(comm: Communicator) -> None:
-    """Nothing to do: a process group ends with ``shutdown``, since other communicators may stand on it."""
+    """Does nothing: a process group ends with ``shutdown``, since other communicators may use it."""
 
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: Communicator) -> None:

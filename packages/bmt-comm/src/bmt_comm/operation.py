@@ -1,4 +1,4 @@
-"""What an operation of a communicator is, in the words that ranks compare."""
+"""The description of a communicator's operation, which ranks compare."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Operation(NamedTuple):
 
     Attributes:
         number: how many operations the process group has begun, this one included; the same on all its ranks.
-        name: what it does, with the reduction or root, dtype, shape, and what it is for; the same on all its ranks.
-        tag: some bits of ``name``, for messages whose tags are compared and nothing else.
+        name: the kind, the reduction or root, dtype, shape, and label; the same on all its ranks.
+        tag: some bits of a hash of ``name``, for messages of which only the tags are compared.
     """
 
     number: int
@@ -34,11 +34,11 @@ def describe(kind: str, detail: object, dtype: torch.dtype, shape: torch.Size, l
     ``detail`` is the reduction or the root, and ``label`` says what the operation is for.
     """
     key = (kind, detail, dtype, shape, label)
-    found = _known.get(key)
-    if found is None:
+    description = _known.get(key)
+    if description is None:
         if len(_known) >= _KNOWN_AT_MOST:
             _known.clear()
         text = f"{kind} {detail}".rstrip() + f" of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
         name = (f"{text} for {label}" if label else text).encode()
-        found = _known[key] = name, zlib.crc32(name) & ((1 << TAG_BITS) - 1)
-    return found
+        description = _known[key] = name, zlib.crc32(name) & ((1 << TAG_BITS) - 1)
+    return description

@@ -1,6 +1,6 @@
-"""What kind of operation a function of torch is, by its name, where a rank has rows of a logical tensor.
+"""The kinds of torch's functions, by name, for tensors of rows of a logical tensor.
 
-[Note: operations on sharded rows] in sharded_rows says what is done for each kind.
+[Note: operations on sharded rows] in sharded_rows describes what each kind does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OPERATORS = _names(
     __ror__ __rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
     """
 )
-# torch tags the operations that others are made of only.
+# torch tags only the primitive operations.
 _ELEMENTWISE = _OPERATORS | _names(
     "absolute arctan conj divide float_power greater isclose isreal less multiply negative not_equal real subtract"
 )

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, with a scale for each block, in one buffer that can be sent: bmt_kernels makes them."""
+"""Numbers packed into 8 bits, with a scale for each block, in one buffer that can be sent. Uses bmt_kernels."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ class Packing:
         kernels().pack_blocks(values, *self._parts(packed, values.numel()), kind=self.kind, block=self.block)
 
     def unpack(self, values: Tensor, packed: Tensor, add: bool = False) -> None:
-        """Write what :meth:`pack` has packed into ``values`` (numel,), or add it."""
+        """Unpack the numbers that :meth:`pack` has packed into ``values`` (numel,), or add them to ``values``."""
         parts = self._parts(packed, values.numel())
         kernels().unpack_blocks(*parts, values, kind=self.kind, block=self.block, add=add)
 
     def add_up(self, out: Tensor, packed: Sequence[Tensor], place: int, mine: Tensor) -> None:
-        """Write the sum of ``packed`` into ``out``, (numel,) of float32, in their order; at ``place``, of ``mine``."""
+        """Write the sum of ``packed``, in their order, into ``out``, (numel,) of float32.
+
+        ``mine``, which is not packed, takes the place of the entry at index ``place``.
+        """
         for number, each in enumerate(packed):
             if number != place:
                 self.unpack(out, each, add=number > 0)

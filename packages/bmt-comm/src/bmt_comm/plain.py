@@ -1,4 +1,4 @@
-"""Tensors of other classes, as those in memory that collectives read and write."""
+"""Subclasses of Tensor, as plain tensors in memory that collectives read and write."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """What a functional collective has returned, when it is there; and of a subclass, the tensor that it is.
+    """Wait for the result of a functional collective, and turn a subclass of Tensor into a plain tensor.
 
-    Other ranks, which may have that of no subclass, must go the same way. A subclass that has its own dispatch may be
-    something else than a tensor in memory, so it stays what it is.
+    Other ranks may have plain tensors, and must go the same way. A subclass with its own ``__torch_dispatch__`` is
+    returned as it is, because it may not be a tensor in memory.
     """
     if type(tensor) in PLAIN_TYPES:
         return tensor
@@ -29,11 +29,11 @@ def _has_own_dispatch(tensor: Tensor) -> bool:
 
 
 def check_in_memory(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
-    """Raise unless a tensor's elements lie one after the other in memory, as they are.
+    """Raise unless a tensor is contiguous in memory, without lazy conjugation or negation.
 
     Raises:
-        TypeError: it is of a class that stands for something else, such as a ``DTensor``.
-        ValueError: it is not contiguous, or on the meta device, or to be conjugated or negated when it is read.
+        TypeError: it is of a class without memory of its own, such as a ``DTensor``.
+        ValueError: it is not contiguous, or on the meta device, or conjugated or negated lazily.
     """
     if not tensor.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A parallel context of ranks that do not exist: for estimates of what a job needs, before it is started."""
+"""A parallel context of ranks that do not exist, to estimate what a job needs before it is started."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .work import DONE, Work
 
 
 class PlannedCommunicator(Communicator):
-    """Communicates with nobody: collectives count their bytes and return as if all ranks had brought the same.
+    """Does not communicate: collectives count their bytes and return as if all ranks had passed the same tensors.
 
     Args:
-        ranks: the global ranks, of which the process stands for the first.
+        ranks: the global ranks. The process simulates the first.
     """
 
     is_planned = True
@@ -77,9 +77,9 @@ class PlannedCommunicator(Communicator):
 def planned_context(
     world_size: int, tp_size: int = 1, pipe_size: int = 1, zero_level: int = 3, device: str = "meta"
 ) -> Iterator[ParallelContext]:
-    """Within, the process stands for rank 0 of ``world_size``; modules live on the meta device.
+    """Within, the process simulates rank 0 of ``world_size``; modules are on the meta device.
 
-    With ``pipe_size`` > 1 the process stands for a rank of one stage: ``zero`` and ``tp_zero`` have the ranks of that
+    With ``pipe_size`` > 1 the process simulates a rank of one stage: ``zero`` and ``tp_zero`` have the ranks of that
     stage. There are no channels to other stages.
 
     Raises:

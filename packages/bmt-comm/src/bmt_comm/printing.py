@@ -37,8 +37,7 @@ def see_memory(message: str, detail: bool = False) -> dict[str, float] | str:
     """Print, on rank 0, what memory this process uses, and return it on every rank.
 
     Returns gigabytes (10⁹ bytes) by name. On CUDA: allocated and peak allocated device memory, and the peak
-    counter is started anew; with ``detail`` torch's whole summary (a string). On CPU: the resident set and
-    its peak.
+    counter is reset; with ``detail`` torch's full summary (a string). On CPU: the resident set and its peak.
     """
     device = current_context().device if is_initialized() else torch.device("cpu")
     report: dict[str, float] | str
@@ -63,15 +62,15 @@ def see_memory(message: str, detail: bool = False) -> dict[str, float] | str:
 
 def _resident_bytes() -> dict[str, int]:
     """Bytes resident now (Linux) and at the peak."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     try:
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status if ":" in line)
-        found["resident"] = int(fields["VmRSS"].split()[0]) * 1024
-        found["max_resident"] = int(fields["VmHWM"].split()[0]) * 1024
+        sizes["resident"] = int(fields["VmRSS"].split()[0]) * 1024
+        sizes["max_resident"] = int(fields["VmHWM"].split()[0]) * 1024
     except (OSError, KeyError):
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
-        found["max_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return found
+        sizes["max_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return sizes

@@ -1,16 +1,16 @@
 """Shared memory as a backend of ``torch.distributed``: ``dist.init_process_group("bmt")``.
 
 [Note: the process group "bmt"]
-    Collectives on CPU tensors and single messages go through memory that the ranks share, where they are processes of
-    one host that have bmt_kernels. On several hosts with as many ranks each, collectives go through memory within a
-    host and by messages of gloo between hosts, and single messages over gloo. Everything else goes to a process group
-    of torch with gloo for CPU tensors and, where there is NCCL, NCCL for CUDA tensors: CUDA tensors, sparse tensors,
-    and all that a group does whose ranks cannot share memory.
+    If all ranks are processes of one host that have bmt_kernels, collectives on CPU tensors and single messages go
+    through shared memory. On several hosts with the same number of ranks, collectives go through shared memory within a
+    host and by messages of gloo between hosts, and single messages go over gloo. CUDA tensors, sparse tensors, and all
+    operations of a group whose ranks cannot share memory go to a process group of torch, with gloo for CPU tensors and,
+    where there is NCCL, NCCL for CUDA tensors.
 
-    Which way a collective goes depends on what all ranks know: the operation and the dtype. It does not depend on how
-    a tensor lies in memory. Where one rank goes another way, or raises, it tells the others of its host, which fail
-    instead of waiting for it in shared memory. All single messages of CPU tensors in a group go one way, so that each
-    finds its receive.
+    The way that a collective takes depends on what all ranks know: the operation and the dtype. It does not depend on
+    the memory layout of a tensor. A rank that takes another way, or raises, notifies the other ranks of its host. They
+    fail instead of waiting for it in shared memory. All single messages of CPU tensors in a group take the same way, so
+    that each meets its receive.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     """A process group of the backend ``"bmt"``; see [Note: the process group "bmt"].
 
     Args:
-        store: which nothing else uses.
+        store: a store that nothing else uses.
         rank: of this process in the group.
         size: the number of ranks.
         ranks: the global ranks.
         timeout: after which a collective fails if a rank has not joined it.
-        make_cuda_backend: makes the backend for CUDA tensors, given that for CPU tensors; None: there is none.
+        make_cuda_backend: makes the backend for CUDA tensors from the one for CPU tensors; None: there is none.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         super().__init__(rank, size)  # with a store, torch does not let a subclass be made
         self.own_rank, self._size, self._store = rank, size, store
         self._ranks = tuple(ranks)
-        self._splits: Counter[tuple[int, ...]] = Counter()  # that were made, by their ranks in this group
+        self._splits: Counter[tuple[int, ...]] = Counter()  # groups that split_group has made, by ranks in this group
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._gloo._set_sequence_number_for_group()
         if hasattr(self._gloo.options, "global_ranks_in_group"):  # which newer versions of torch read in split_group
@@ -85,7 +85,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._backends = backends = {"cpu": self._gloo}
         if make_cuda_backend is not None:
             backends["cuda"] = make_cuda_backend(self._gloo)
-        # The group that does the rest. It is another object, because a method of torch's class calls ours.
+        # The group for everything else. It is another object, because methods of torch's class call those of this one.
         self._rest: Any = dist.ProcessGroup(store, rank, size)
         for group in (self._rest, self):
             for device, backend in backends.items():
@@ -95,7 +95,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
                 group._set_default_backend(kind)
                 group._register_backend(torch.device(device), kind, backend)
         self.progress = Progress(weakref.proxy(self))
-        self.done = CollectiveWork(self.progress, lambda: DONE, [])  # stands for each that a call has waited for
+        self.done = CollectiveWork(self.progress, lambda: DONE, [])  # returned by calls that have waited already
         self.done.run()
         self.done.conclude()
         _groups.add(self)
@@ -119,7 +119,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     def __repr__(self) -> str:
         return f"SharedMemoryProcessGroup(rank={self.own_rank}, size={self._size}, shares_memory={self.shares_memory})"
 
-    # --- what torch asks of a group ---------------------------------------------------------------
+    # --- methods that torch calls on a group ------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME
@@ -136,9 +136,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[Any] | None = None,
     ) -> Any:
-        """A group of some of the ranks, of this kind if it serves CPU tensors; None on other ranks.
+        """Make a group of some of the ranks; None on other ranks. It is of this class if it serves CPU tensors.
 
-        All ranks of this group call it. The method of torch's class needs a store in that class; see ``__init__``.
+        All ranks of this group call it. The method of torch's class would need a store in that class; see ``__init__``.
         """
         kinds = {torch.device(device).type for device in device_types or self._backends}
         cuda = self._backends.get("cuda") if "cuda" in kinds else None
@@ -171,7 +171,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         return group
 
     def merge_remote_group(self, *arguments: Any, **options: Any) -> Any:
-        """A group with the ranks of another job. It has torch's backends alone."""
+        """Make a group with the ranks of another job. It has only torch's backends."""
         return self._rest.merge_remote_group(*arguments, **options)
 
     def shutdown(self) -> None:
@@ -188,13 +188,13 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             shared.stop(why)
         self.progress.stop()
 
-    # --- what its progress asks of it -------------------------------------------------------------
+    # --- called by its Progress -------------------------------------------------------------------
 
-    def give_up(self, error: BaseException) -> None:
-        """A collective has failed: all later ones through shared memory raise an error that tells of the first."""
+    def fail(self, error: BaseException) -> None:
+        """A collective has failed: all later ones through shared memory raise an error that names the first."""
         shared = self._shared
         if shared is not None:
-            shared.give_up(error)
+            shared.fail(error)
 
     def stop_waits(self, why: str) -> None:
         shared = self._shared
@@ -254,7 +254,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllgatherOptions, timeout if opts is None else opts)
         outputs, inputs = [_listed(each) for each in outputs], _listed(inputs)
         fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self._size and _alike(outputs[0], inputs[0])
-        if not fits or not self._takes([*inputs, *outputs[0]]):  # the rest says what does not fit
+        if not fits or not self._takes([*inputs, *outputs[0]]):  # torch's group raises what does not fit
             return self._otherwise("all_gather", inputs, self._rest.allgather, outputs, inputs, opts)
         call = GroupCall(self, opts, outputs[0])
         (mine,) = call.ins(inputs)
@@ -369,11 +369,11 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllToAllOptions, opts)
         output, input = plain_tensor(output), plain_tensor(input)
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-        if not self._takes((output, input)) or not all(map(self._cuts, splits, (output, input))):
+        if not self._takes((output, input)) or not all(map(self._can_split, splits, (output, input))):
             return self._otherwise("all_to_all", [input], _all_to_all_single, self._rest, output, input, *splits, opts)
         call = GroupCall(self, opts, [output])
         (out,), (mine,) = call.outs([output]), call.ins([input])
-        call.all_to_all(self._cut(out, splits[0], output), self._cut(mine, splits[1], input), [out, mine])
+        call.all_to_all(self._split(out, splits[0], output), self._split(mine, splits[1], input), [out, mine])
         return call.post()
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -413,7 +413,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         return GroupMessageWork(message, self._gloo.options._timeout.total_seconds())
 
     def _messages(self, tensors: list[Tensor], tag: int, peer: int | None = None) -> Messages | None:
-        """What carries single messages of these tensors; None: the rest does, which says what is wrong with them."""
+        """The shared-memory exchange for messages of these tensors; None: torch's group takes them, or raises."""
         if not isinstance(self._shared, SharedMemoryCollectives) or len(tensors) != 1 or not self._takes(tensors):
             return None
         if not tensors[0].is_contiguous() or tag < 0 or (peer is not None and not 0 <= peer < self._size):
@@ -438,25 +438,25 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # --- what they have in common -----------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _takes(self, tensors: Iterable[Tensor], op: str | None = "") -> bool:
-        """Whether a collective goes through shared memory. ``op``: a reduction, "" of none, None of one unknown."""
+        """Whether a collective goes through shared memory. ``op``: the reduction; "": none; None: an unknown one."""
         if self._shared is None or op is None:
             return False
         for tensor in tensors:
             if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
-            if tensor.is_quantized:  # its bytes are not all that it is
+            if tensor.is_quantized:  # its bytes do not include its scale
                 return False
             if op and not combines(op, tensor.dtype):
                 return False
         return True
 
     def _otherwise(self, kind: str, tensors: Iterable[Tensor], method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the method that does a collective if shared memory does not, or says what is wrong with it.
+        """Call torch's method for a collective that does not go through shared memory. It may raise.
 
-        Ranks that expect it in shared memory would wait for this one, so they are told.
+        Ranks that expect the collective in shared memory would wait for this rank, so they are notified.
         """
         if self._shared is None or any(tensor.is_cuda for tensor in tensors):
             return method(*arguments)
@@ -467,12 +467,13 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             how = f"which raises {type(error).__name__}"
             raise
         finally:
-            self.tell(f"{kind} {how}")
+            self.notify(f"{kind} {how}")
 
-    def tell(self, name: str) -> None:
-        """Count an operation that this rank does not do through shared memory. Ranks that do fail, and tell its name.
+    def notify(self, name: str) -> None:
+        """Count an operation that does not go through shared memory on this rank.
 
-        If all ranks call this, with one name, their later collectives go on.
+        Ranks on which it does go through shared memory fail, with an error that says ``name``. If all ranks call this
+        with the same name, their later collectives work.
         """
         shared = self._shared
         if not isinstance(shared, SharedMemoryCollectives):
@@ -485,26 +486,26 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self.progress.leave(self.progress.post(CollectiveWork(self.progress, begin, [])))
 
     def _has_root(self, root: int, chunks: Sequence[Tensor]) -> bool:
-        """Whether there is such a rank, and it alone has a chunk for each rank."""
+        """Whether ``root`` is a rank, and only the root has chunks: one for each rank."""
         return 0 <= root < self._size and len(chunks) == (self._size if root == self.own_rank else 0)
 
-    def _fits(self, whole: Tensor, part: Tensor) -> bool:
-        return whole.dtype == part.dtype and whole.numel() == self._size * part.numel()
+    def _fits(self, full: Tensor, part: Tensor) -> bool:
+        return full.dtype == part.dtype and full.numel() == self._size * part.numel()
 
-    def _cuts(self, splits: list[int], tensor: Tensor) -> bool:
-        """Whether dim 0 of a tensor can be cut up like this."""
+    def _can_split(self, splits: list[int], tensor: Tensor) -> bool:
+        """Whether dim 0 of a tensor can be split into these sizes; ``[]``: into equal ones."""
         if tensor.dim() == 0:
             return False
         rows = tensor.shape[0]
         return len(splits) == self._size and sum(splits) == rows if splits else rows % self._size == 0
 
-    def _cut(self, flat: Tensor, splits: list[int], tensor: Tensor) -> Sequence[Tensor]:
+    def _split(self, flat: Tensor, splits: list[int], tensor: Tensor) -> Sequence[Tensor]:
         rows = tensor.shape[0]
         width = tensor.numel() // rows if rows else 0
         return flat.split([each * width for each in splits or [rows // self._size] * self._size])
 
     def _seconds_left(self) -> float:
-        """That the collective which is being run may take."""
+        """Seconds that the collective that is being run may still take."""
         deadline = self.progress.deadline
         if deadline is None:
             return float(self._gloo.options._timeout.total_seconds())
@@ -527,7 +528,7 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 def _options(kind: type, given: Any = None, **field: Any) -> Any:
-    """Options of a collective, from these or from what a caller gives in their place: a field, or a time-out."""
+    """Options of a collective, from what the caller gives: the options themselves, one field, or a time-out."""
     for value in (given, *field.values()):
         if isinstance(value, kind):
             return value
@@ -541,7 +542,7 @@ def _options(kind: type, given: Any = None, **field: Any) -> Any:
 
 
 def _native(*names: str) -> Any:
-    """A method of torch's process group, by its names in different versions."""
+    """A method of torch's process group, given its names in different versions."""
     return next(getattr(dist.ProcessGroup, name) for name in names if hasattr(dist.ProcessGroup, name))
 
 
@@ -553,7 +554,7 @@ _all_to_all_single = _native("all_to_all_single", "alltoall_base")
 
 
 def _make(options: Any, nccl_options: Any) -> SharedMemoryProcessGroup:
-    """Called by torch, which looks at nothing but what this returns: it drops what else its caller has asked for."""
+    """Called by torch. It uses only the returned group and drops the other backends of ``backend_config``."""
     asked = sys._getframe(1).f_locals.get("backend_config")
     others = {} if asked is None else dict(asked.get_device_backend_map())
     others.pop("cpu", None)
@@ -596,12 +597,12 @@ def _make_nccl(options: Any, nccl_options: Any) -> Any:
 
 @atexit.register
 def _leave_all() -> None:
-    """Threads must not come back from a wait while the interpreter ends."""
+    """Threads must not return from a wait while the interpreter ends."""
     for group in list(_groups):
         group._leave("this process ends")
 
 
-# A child that is forked and ends has nothing to do with the groups: what it stopped would be its parent's.
+# A forked child must not stop the groups when it ends: they are its parent's.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_groups.clear)
 

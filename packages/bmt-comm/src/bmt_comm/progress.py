@@ -2,19 +2,19 @@
 
 [Note: who runs a collective]
     Collectives of a group run one after the other, in the order of the calls. A call begins its collective at once, as
-    far as that needs no waiting, so what this rank has to send is on its way. The rest is run by whoever waits, in its
-    own thread: that costs no switch between threads. What nobody waits for is run by a thread of the group: at once
-    where a future or ``is_completed`` asks for it, and else a few milliseconds later, so that no other rank waits for
-    one that has gone on to something else.
+    far as that needs no waiting, so this rank's messages are on their way. The thread that waits runs the rest: that
+    costs no switch between threads. A thread of the group runs collectives that no thread waits for: at once if a
+    future or ``is_completed`` asks for them, and otherwise a few milliseconds later, so that other ranks need not wait
+    for a rank that does something else.
 
-    A thread that tells of a future runs its callbacks, and they may wait for other collectives of the group. So the
-    thread of the group is not that while it does so: another one takes its place if there is anything to run, or comes
-    to be. Afterwards it is that again if no other one is.
+    A thread that completes a future runs its callbacks, and they may wait for other collectives of the group. During
+    the callbacks the thread is therefore not the thread of the group: another one is started if there is, or will be,
+    anything to run. Afterwards it becomes the thread of the group again if there is no other.
 
 [Note: exceptions out of signal handlers]
-    They may come after any call of a function, also between taking the lock of what is run and the next line. So it is
-    taken inside of the ``try`` that releases it, and it is a lock that only the thread which has it can release. The
-    group is given up then: what was interrupted may have begun or not.
+    They may be raised after any call of a function, also between acquiring the lock of the running collective and the
+    next line. So the lock is acquired inside of the ``try`` that releases it, and only the thread that has it can
+    release it. The group fails then, because the interrupted collective may have begun or not.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class CollectiveWork(dist.Work):
 
     Args:
         progress: of the process group.
-        begin: called once; sends what can be sent, and returns what is to be waited for.
+        begin: called once; sends what can be sent, and returns the work to wait for.
         outputs: the result.
-        finish: called once, after that.
-        in_inference: whether tensors are those of ``torch.inference_mode``, which can be written in it alone.
+        finish: called once, after the wait.
+        in_inference: whether tensors are inference tensors, which can be written only in ``torch.inference_mode``.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class CollectiveWork(dist.Work):
         self._error: Exception | None = None
         self._concluded = False
         self.done = False
-        self.limit = 0.0  # seconds that a wait may take; 0: as long as the group says
+        self.limit = 0.0  # seconds that a wait may take; 0: the time-out of the group
         self.number = 0  # in the order of the calls
         self.posted = 0.0
 
     # --- what torch calls -------------------------------------------------------------------------
 
     def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
-        """Run everything up to this one, and raise what has gone wrong in it."""
+        """Run all collectives up to this one, and raise the error of this one."""
         if not self.done:
             self._progress.run_until(self, timeout.total_seconds() if timeout else 0.0)
         if self._error is not None:
@@ -111,7 +111,7 @@ class CollectiveWork(dist.Work):
 
     block_current_stream = synchronize
 
-    # --- what the progress calls ------------------------------------------------------------------
+    # --- called by Progress -----------------------------------------------------------------------
 
     def begin(self) -> None:
         if self._begin is not None:
@@ -122,7 +122,7 @@ class CollectiveWork(dist.Work):
                 self._fail(error)
 
     def run(self) -> None:
-        """Wait for it. It is done after that, also if the wait is interrupted."""
+        """Wait for the collective. It is done afterwards, even if the wait is interrupted."""
         try:
             self.begin()
             if self._error is None and self._in_inference:
@@ -137,7 +137,7 @@ class CollectiveWork(dist.Work):
             self.done = True
 
     def _fail(self, error: BaseException) -> None:
-        self._progress.owner.give_up(error)
+        self._progress.owner.fail(error)
         if isinstance(error, Exception):
             self._error = error
             return
@@ -151,13 +151,13 @@ class CollectiveWork(dist.Work):
             self._finish()
 
     def conclude(self) -> torch.futures.Future[Any] | None:
-        """It is done, as later futures know at once. Returns the one that :meth:`settle` has to tell, if any."""
+        """The collective is done: a later future is settled at once. Returns an earlier one, to :meth:`settle`."""
         with self._progress.posting:
             self._concluded = True
             return self._future
 
     def settle(self, future: torch.futures.Future[Any]) -> None:
-        if future.done():  # told before an exception out of a signal handler
+        if future.done():  # settled before an exception out of a signal handler
             return
         if self._error is None:
             future.set_result(self._outputs)
@@ -166,14 +166,14 @@ class CollectiveWork(dist.Work):
 
 
 class Owner(Protocol):
-    """A process group, to its progress."""
+    """A process group, as its :class:`Progress` sees it."""
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """A collective has failed, so no later one may succeed."""
         ...
 
     def stop_waits(self, why: str) -> None:
-        """Let the wait in progress, in another thread, fail soon."""
+        """Make the wait in progress, in another thread, fail soon."""
         ...
 
 
@@ -181,40 +181,40 @@ class Progress:
     """Runs the collectives of one process group.
 
     Attributes:
-        deadline: of the wait in progress, as :func:`time.monotonic` says it; None: as long as the group says.
+        deadline: of the wait in progress, in seconds of :func:`time.monotonic`; None: the time-out of the group.
         owner: the process group.
-        posting: a lock for a moment.
+        posting: a lock that is held only briefly.
     """
 
     def __init__(self, owner: Owner) -> None:
         self.deadline: float | None = None
         self.owner = owner
         self.posting = threading.Lock()
-        self._running: Any = threading.RLock()  # nobody takes it twice
+        self._running: Any = threading.RLock()  # no thread acquires it twice
         self._queue: deque[CollectiveWork] = deque()
         self._to_begin: deque[CollectiveWork] = deque()
         self._number = self._wanted = 0
         self._thread: threading.Thread | None = None
-        self._tellers: set[threading.Thread] = set()  # that were it, and run callbacks of futures
-        # Not an event, whose lock an exception out of a signal handler may leave locked.
+        self._callback_threads: set[threading.Thread] = set()  # former ``_thread``s, which run callbacks of futures
+        # Not an Event: an exception out of a signal handler may leave the lock of one locked.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False  # the thread has nothing to do
         self._stopped = False
         weakref.finalize(self, self._news.put, None)
 
     def post(self, work: CollectiveWork) -> CollectiveWork:
-        """Add a collective to the queue and begin it, if no other one is being run."""
+        """Add a collective to the queue, and begin it if no other one is being run."""
         with self.posting:
             self._number += 1
             work.number = self._number
-            # In this order: what is waited for has its turn among what begins, also after an exception.
+            # In this order, so that even after an exception in between no collective is queued without being begun.
             self._to_begin.append(work)
             self._queue.append(work)
         self._begin_all()
         return work
 
     def run(self, begin: Callable[[], Work], finish: Callable[[], None], limit: float) -> None:
-        """Run a collective that the caller waits for, after all that were posted."""
+        """Run a collective that the caller waits for, after all collectives that were posted."""
         while True:
             while self._queue:
                 self._run_first(self._number)
@@ -227,7 +227,7 @@ class Progress:
                     begin().wait()
                     finish()
                 except BaseException as error:
-                    self.owner.give_up(error)
+                    self.owner.fail(error)
                     raise
                 return
 
@@ -240,17 +240,17 @@ class Progress:
         return work
 
     def want(self, work: CollectiveWork) -> None:
-        """Let the thread run everything up to ``work``."""
+        """Make the thread run all collectives up to ``work``."""
         if work.done:
             return
-        is_news = work.number > self._wanted  # else the thread has been told
+        is_news = work.number > self._wanted  # otherwise the thread knows already
         self._wanted = max(self._wanted, work.number)
         self._need_thread()
         if is_news:
             self._news.put(None)
 
     def run_until(self, work: CollectiveWork, limit: float = 0.0) -> None:
-        """Run everything up to ``work``, or wait for another thread that does."""
+        """Run all collectives up to ``work``, or wait for another thread that does."""
         deadline = time.monotonic() + limit
         why = ""
         while not work.done:
@@ -263,32 +263,32 @@ class Progress:
             raise RuntimeError(why) from work.exception()
 
     def stop(self) -> None:
-        """End the thread, when what it waits for has been made to end."""
+        """End the thread. The caller has ended what it waits for."""
         with self.posting:
             self._stopped = True
             thread, self._thread = self._thread, None
         self._news.put(None)
         me = threading.current_thread()
-        while thread is not None and thread not in (me, *self._tellers) and thread.is_alive():
+        while thread is not None and thread not in (me, *self._callback_threads) and thread.is_alive():
             thread.join(_LAST_WAIT)
-        for teller in list(self._tellers):  # whose callbacks may wait for what nobody will run
-            if teller is not me:
-                teller.join(_LAST_WAIT)
+        for each in list(self._callback_threads):  # their callbacks may wait for collectives that will not run
+            if each is not me:
+                each.join(_LAST_WAIT)
 
     def _begin_all(self) -> None:
-        # Looked at again after the lock is free: another thread may have added one meanwhile.
+        # Checked again after the lock is released: another thread may have added one in the meantime.
         while self._to_begin and not self._running._is_owned():
             try:
                 if not self._running.acquire(blocking=False):
                     return
                 self._begin_in_order()
             except BaseException as error:
-                self.owner.give_up(error)
+                self.owner.fail(error)
                 raise
             finally:
-                try:  # noqa: SIM105 - nothing else is called before it
+                try:  # noqa: SIM105 - no other call may come before the release
                     self._running.release()
-                except RuntimeError:  # it was not taken
+                except RuntimeError:  # it was not acquired
                     pass
 
     def _begin_in_order(self) -> None:
@@ -296,10 +296,10 @@ class Progress:
             self._to_begin.popleft().begin()
 
     def _run_first(self, last: int, limit: float = 0.0, seconds: float = _FOR_EVER) -> bool:
-        """Run the first collective in the queue, if it is not later than number ``last``.
+        """Run the first collective in the queue, unless its number is above ``last``.
 
         Returns:
-            Whether no other thread has been running one for ``seconds``.
+            False if another thread has been running one for ``seconds``.
         """
         self._be_outside()
         work = None
@@ -311,7 +311,7 @@ class Progress:
                 return True
             work = self._queue[0]
             try:
-                if not work.done:  # as one is that an exception out of a signal handler has left here
+                if not work.done:  # an exception out of a signal handler may have left one that is done
                     limit = limit or work.limit
                     self.deadline = time.monotonic() + limit if limit else None
                     work.run()
@@ -319,7 +319,7 @@ class Progress:
                 if work.done:
                     self._queue.popleft()
         except BaseException as error:
-            self.owner.give_up(error)
+            self.owner.fail(error)
             raise
         finally:
             try:
@@ -338,7 +338,7 @@ class Progress:
             raise RuntimeError("this thread waits for a collective in the middle of another one of the same group")
 
     def _conclude(self, work: CollectiveWork) -> None:
-        """Tell those that have asked for a future of ``work``."""
+        """Settle the future of ``work``, if it has one."""
         future = work.conclude()
         if future is None:
             return
@@ -346,17 +346,17 @@ class Progress:
         if thread is not self._thread:
             work.settle(future)
             return
-        self._tellers.add(thread)
+        self._callback_threads.add(thread)
         try:
             self._thread = None
             if self._queue:
                 self._need_thread()
             work.settle(future)
         finally:
-            self._tellers.discard(thread)
+            self._callback_threads.discard(thread)
 
     def _goes_on(self) -> bool:
-        """Whether the thread that asks is that of the group, or is so again after callbacks."""
+        """Whether the calling thread is the thread of the group; it becomes that again after callbacks if none is."""
         thread = threading.current_thread()
         if self._thread is None:
             with self.posting:
@@ -378,7 +378,7 @@ class Progress:
                     raise
 
     def _next(self) -> float | None:
-        """Run what is to be run in the thread; returns seconds until it may have to do something; None: for ever."""
+        """Run the first collective if it is due: 0.0. Otherwise the seconds until it is due; None: none is queued."""
         try:
             first = self._queue[0]
         except IndexError:
@@ -398,14 +398,14 @@ def _run_in_thread(reference: weakref.ref[Progress]) -> None:
             continue
         if delay is None:
             progress._rests = True
-            if progress._queue:  # posted before it was known that this rests
+            if progress._queue:  # posted before ``_rests`` was set
                 progress._rests = False
                 continue
         news = progress._news
         del progress
         with contextlib.suppress(queue.Empty):
             news.get(timeout=delay)
-            while True:  # what follows looks at everything
+            while True:  # one look at the queue serves all of them
                 news.get_nowait()
         if (progress := reference()) is not None:
             progress._rests = False

@@ -1,6 +1,6 @@
-"""Memory that operations receive into and that later ones use again.
+"""Receive buffers that later operations reuse.
 
-New memory comes from the system page by page. Of many megabytes that takes about as long as to receive them.
+The system provides new memory page by page. For many megabytes that takes about as long as receiving them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 _MOST = 1 << 26  # bytes that are kept
-_LEAST = 1 << 17  # of less the allocator keeps
+_LEAST = 1 << 17  # bytes; the allocator keeps smaller blocks itself
 
 
 class ReceiveMemory:
-    """Tensors for what operations receive.
+    """A cache of receive buffers.
 
     Args:
-        most: bytes that are kept of what :meth:`give_back` gets; the latest are.
+        most: bytes that are kept; of the buffers that were given back, the latest ones.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -28,7 +28,7 @@ class ReceiveMemory:
         self._lock = threading.Lock()
 
     def take(self, rows: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised, (rows, numel)."""
+        """An uninitialised tensor of shape (rows, numel)."""
         size = rows * numel * dtype.itemsize
         if size < _LEAST:
             return torch.empty(rows, numel, dtype=dtype, device="cpu")
@@ -39,7 +39,7 @@ class ReceiveMemory:
         return tensor.set_(memory, 0, (rows, numel))
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nothing writes to a tensor of :meth:`take` any more, and nobody reads it."""
+        """Return a tensor of :meth:`take`, which is neither written nor read any more."""
         memory = tensor.untyped_storage()
         if memory.nbytes() < _LEAST:
             return
@@ -50,4 +50,4 @@ class ReceiveMemory:
 
 
 of_process = ReceiveMemory()
-"""That of all process groups, so that what is kept does not grow with their number."""
+"""Shared by all process groups, so that the memory that is kept does not grow with their number."""

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting: pure functions of what each rank has told about itself."""
+"""Which ranks keep others waiting: pure functions of the status of each rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NAMED = 16  # ranks that have a line of their own
 class Waiting(TypedDict):
     """An operation that a rank waits for.
 
-    ``key`` is the process group, ``group`` its name for people, ``number`` the place of a collective in its order (0:
-    a message), ``peers`` the ranks without which it does not end, ``seconds`` how long it has been waited for.
+    ``key`` is the process group, ``group`` its name in messages, ``number`` the place of a collective in its order (0:
+    a message), ``peers`` the ranks without which it does not end, ``seconds`` how long the rank has waited for it.
     """
 
     key: str
@@ -24,11 +24,11 @@ class Waiting(TypedDict):
     place: str
 
 
-class Word(TypedDict):
-    """What a rank tells about itself.
+class Status(TypedDict):
+    """The status of a rank, which it writes itself.
 
-    ``groups`` has, by the process group's key, how many collectives the rank has begun and the names of the last ones,
-    by number. ``last`` is the last operation in words. ``line`` is the innermost line of the user's code, ``stack`` the
+    ``groups`` has, by the process group's key, how many collectives the rank has begun, and the names of the last ones
+    by number. ``last`` describes the last operation. ``line`` is the innermost line of the user's code, ``stack`` the
     Python stack of the main thread, ``raised`` the traceback of the exception that has ended the rank.
     """
 
@@ -41,74 +41,77 @@ class Word(TypedDict):
     raised: str
 
 
-def awaited(words: Mapping[int, Word], states: Mapping[int, str]) -> dict[int, set[int]]:
-    """The ranks that each waiting rank waits for: they have not begun the same operation, or have ended."""
-    found: dict[int, set[int]] = {}
-    for rank, word in words.items():
-        for waiting in word["waiting"]:
+def awaited(statuses: Mapping[int, Status], processes: Mapping[int, str]) -> dict[int, set[int]]:
+    """The ranks that each waiting rank waits for: they have not begun the same operation, or have ended.
+
+    ``processes`` has the states of processes, as far as they are known; see ``Peer.state``.
+    """
+    missing: dict[int, set[int]] = {}
+    for rank, status in statuses.items():
+        for waiting in status["waiting"]:
             for peer in waiting["peers"]:
-                if peer != rank and _is_missing(waiting, words.get(peer), states.get(peer, "")):
-                    found.setdefault(rank, set()).add(peer)
-    return found
+                if peer != rank and _is_missing(waiting, statuses.get(peer), processes.get(peer, "")):
+                    missing.setdefault(rank, set()).add(peer)
+    return missing
 
 
-def _is_missing(waiting: Waiting, word: Word | None, state: str) -> bool:
-    if word is None or word["raised"] or state == "ended":
+def _is_missing(waiting: Waiting, status: Status | None, process: str) -> bool:
+    if status is None or status["raised"] or process == "ended":
         return True
     if waiting["number"] == 0:
         return True  # a message: its sender or receiver is known
-    count, names = word["groups"].get(waiting["key"], (0, {}))
+    count, names = status["groups"].get(waiting["key"], (0, {}))
     name = names.get(str(waiting["number"]), waiting["name"])
     return count < waiting["number"] or name != waiting["name"]
 
 
-def culprits(words: Mapping[int, Word], states: Mapping[int, str], size: int) -> list[int]:
-    """The ranks that others wait for and that wait for nobody; where all wait for each other, all of them."""
-    failed = [rank for rank in range(size) if states.get(rank) in ("ended", "stopped") or rank not in words]
-    failed += [rank for rank, word in words.items() if word["raised"]]
+def culprits(statuses: Mapping[int, Status], processes: Mapping[int, str], size: int) -> list[int]:
+    """The ranks that have failed. If none has: those that others wait for and that do not wait; or all that wait."""
+    failed = [rank for rank in range(size) if processes.get(rank) in ("ended", "stopped") or rank not in statuses]
+    failed += [rank for rank, status in statuses.items() if status["raised"]]
     if failed:
         return sorted(set(failed))
-    waits = awaited(words, states)
+    waits = awaited(statuses, processes)
     wanted = set().union(*waits.values()) if waits else set()
     return sorted(wanted - set(waits)) or sorted(wanted)
 
 
-def describe(reason: str, words: Mapping[int, Word], states: Mapping[int, str], size: int) -> str:
-    """The message: the reason, the culprits with their stacks, and who waits for them."""
-    blamed = culprits(words, states, size)
+def describe(reason: str, statuses: Mapping[int, Status], processes: Mapping[int, str], size: int) -> str:
+    """The message: the reason, the culprits with their stacks, and the ranks that wait for them."""
+    blamed = culprits(statuses, processes, size)
     lines = [reason]
     for rank in blamed[:_NAMED]:
-        lines.append(f"  rank {rank}: {_where(words.get(rank), states.get(rank, ''))}")
+        lines.append(f"  rank {rank}: {_where(statuses.get(rank), processes.get(rank, ''))}")
     if len(blamed) > _NAMED:
         lines.append(f"  and {ranks_in_words(blamed[_NAMED:])}")
     groups: dict[str, list[int]] = {}
     for rank in range(size):
-        if rank not in blamed and rank in words:
-            groups.setdefault(_where(words[rank], ""), []).append(rank)
+        if rank not in blamed and rank in statuses:
+            groups.setdefault(_where(statuses[rank], ""), []).append(rank)
     lines += [f"  {ranks_in_words(ranks)}: {text}" for text, ranks in groups.items()]
     for rank in blamed[:2]:
-        word = words.get(rank)
-        if word is not None:
-            title = "Traceback" if word["raised"] else "Python stack"
-            lines.append(f"{title} of rank {rank}:\n{(word['raised'] or word['stack']).rstrip()}")
+        status = statuses.get(rank)
+        if status is not None:
+            title = "Traceback" if status["raised"] else "Python stack"
+            lines.append(f"{title} of rank {rank}:\n{(status['raised'] or status['stack']).rstrip()}")
     return "\n".join(lines)
 
 
-def _where(word: Word | None, state: str) -> str:
-    """Where a rank is."""
-    if word is not None and word["raised"]:
-        return f"raised {word['raised'].rstrip().splitlines()[-1]}"
-    if state == "ended":
+def _where(status: Status | None, process: str) -> str:
+    """Where a rank is, in words."""
+    if status is not None and status["raised"]:
+        return f"raised {status['raised'].rstrip().splitlines()[-1]}"
+    if process == "ended":
         return "has ended"
-    if word is None:
-        why = "it is stopped" if state == "stopped" else "it may be in native code that holds the interpreter's lock"
+    if status is None:
+        why = "it is stopped" if process == "stopped" else "it may be in native code that holds the interpreter's lock"
         return f"does not answer; {why}"
-    if not word["waiting"]:
-        last = f"; {word['last']}" if word["last"] else ""
-        return f"is at {word['line']}, and waits for no operation{_last_place(word['place'])}{last}"
-    first = word["waiting"][0]
+    if not status["waiting"]:
+        last = f"; {status['last']}" if status["last"] else ""
+        return f"is at {status['line']}, and waits for no operation{_last_place(status['place'])}{last}"
+    first = status["waiting"][0]
     number = f"operation {first['number']} of " if first["number"] else ""
-    return f"waits in {number}{first['group']}, {first['name']}, at {word['line']}{_last_place(first['place'])}"
+    return f"waits in {number}{first['group']}, {first['name']}, at {status['line']}{_last_place(first['place'])}"
 
 
 def _last_place(place: str) -> str:
@@ -116,6 +119,6 @@ def _last_place(place: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks as a list, which is cut where it is long."""
+    """Ranks as a list in words; from the ninth on they are only counted."""
     listed = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

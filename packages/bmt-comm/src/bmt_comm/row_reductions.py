@@ -1,4 +1,4 @@
-"""Reductions of logical tensors of which each rank has rows; see [Note: operations on sharded rows] in sharded_rows."""
+"""Reductions of logical tensors whose rows are spread; see [Note: operations on sharded rows] in sharded_rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def over_ranks(value: Tensor, part: Any, combine: Callable[[Tensor], Tensor]) -> Tensor:
-    """A number of each rank, 0-dim, combined over those that have other elements of a tensor."""
+    """A number of each rank, 0-dim, combined over the ranks that have other elements of a tensor."""
     for comm in part.bmt_slice.communicators:
         there = value.to(comm.device).reshape(1)
         every = there.new_empty(comm.size)
@@ -94,13 +94,13 @@ def norms(
             powers[index] = power
     if op == "sum" and order != 0:
         powers = [power ** (1 / order) for power in powers]
-    results = [power.to(wanted) for power, wanted in zip(powers, dtypes, strict=True)]
+    results = [power.to(dtype) for power, dtype in zip(powers, dtypes, strict=True)]
     return results if several else results[0]
 
 
 def _power(rows: Tensor, order: float) -> Tensor:
-    """What is added up, or compared, over ranks for a norm: 0-dim, fp32 or wider."""
-    # High powers of numbers that fp32 holds need not be.
+    """This rank's contribution to a norm, to be added up or compared over ranks: 0-dim, fp32 or wider."""
+    # High powers may exceed the range of fp32 although the numbers do not.
     is_narrow = order in (0, 1, 2) or abs(order) == float("inf")
     dtype = torch.float32 if is_narrow and rows.dtype != torch.float64 else torch.float64
     if not rows.numel():
@@ -119,9 +119,8 @@ def spreading_communicators(parts: Sequence[Tensor]) -> list[Communicator]:
     columns: dict[Communicator, None] = {}
     for part in parts:
         if hasattr(part, "bmt_slice"):
-            if getattr(part, "_is_gradient", False) and is_stage_local(
-                part
-            ):  # torch sums norms of gradients over the model
+            # torch sums the norms of gradients over the model.
+            if getattr(part, "_is_gradient", False) and is_stage_local(part):
                 raise RuntimeError(
                     "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
                     "clip_grad_norm and loss scale take all stages into account, or full_tensor() of this one"

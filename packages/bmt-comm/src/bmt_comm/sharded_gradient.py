@@ -1,9 +1,9 @@
 """The ``.grad`` of a sharded parameter: this rank's rows of the reduced gradient.
 
-Operations mean the logical gradient; see [Note: operations on sharded rows] in sharded_rows. The search of
-``torch.amp.GradScaler`` for infinities has the same result on all ranks. Every rank must then take part.
+Operations mean the logical gradient; see [Note: operations on sharded rows] in sharded_rows. The check of
+``torch.amp.GradScaler`` for infinities has the same result on all ranks, and every rank must take part in it.
 
-Gradients note what is written to them while others wait; see [Note: gradients that wait] in parameter_gradients.
+Gradients record how they are written while others wait; see [Note: gradients that wait] in parameter_gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADDING = ("add_", "sub_", "_foreach_add_", "_foreach_sub_", "__iadd__", "__isub
 
 
 class ShardedGradient(ShardedRows):
-    """This rank's rows of a gradient that other ranks have other rows of.
+    """This rank's rows of a gradient; other ranks have the other rows.
 
     Attributes:
         was_overwritten: whether it was set to zeros, or to other values, since :meth:`watch`.
@@ -33,7 +33,7 @@ class ShardedGradient(ShardedRows):
     _is_gradient = True
 
     def watch(self) -> None:
-        """Note what is written from now on."""
+        """Record writes from now on."""
         with torch._C.DisableTorchFunctionSubclass():
             self.was_overwritten, self._known_version = False, self._version
 
@@ -49,10 +49,10 @@ class ShardedGradient(ShardedRows):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__ is Tensor.data:
-            return args[0].to_local()  # with the version of this one, which notes what is written
+            return args[0].to_local()  # it shares the version counter of this one, which records writes
         added: list[ShardedGradient] = []
         if args and name in _ADDING:
-            # A multiple of the gradient itself would have to be one of what waits, too.
+            # Adding a multiple of the gradient itself would have to add one of the waiting gradients, too.
             of_itself = any(isinstance(x, ShardedRows) for x in (*args[1:2], *(kwargs or {}).values()))
             added = [grad for grad in _written(name, args) if not grad.was_changed and not of_itself]
         result = cls._operate(func, args, kwargs or {}, is_called_by_optimizer())
@@ -74,12 +74,12 @@ def _written(name: str, args: Sequence[Any]) -> list[ShardedGradient]:
 
 
 def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
-    """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
+    """This rank's rows, on the same memory, as a gradient of the parameter ``like`` (or whose gradient ``like`` is)."""
     return noting_gradient(rows, like) if like.bmt_slice.communicators or is_stage_local(like) else rows
 
 
 def gradient_of(value: Tensor, param: Any) -> Tensor:
-    """What a script gives a sharded parameter as its gradient: this rank's rows, or the logical gradient.
+    """The gradient from a value that a script assigns to ``param.grad``: this rank's rows, or the logical gradient.
 
     Raises:
         ValueError: it is neither.
@@ -88,8 +88,8 @@ def gradient_of(value: Tensor, param: Any) -> Tensor:
     value = value.to_dense() if value.layout is not torch.strided else value
     if not isinstance(value, ShardedRows) and tuple(value.shape) == where.shape != where.local_shape:
         value = select_rows(tp_shard_of(value, where), where).clone()
-    is_same_cut = not isinstance(value, ShardedRows) or value.bmt_slice.cut == where.cut
-    if tuple(value.shape) != where.local_shape or not is_same_cut:
+    has_same_rows = not isinstance(value, ShardedRows) or value.bmt_slice.row_shard == where.row_shard
+    if tuple(value.shape) != where.local_shape or not has_same_rows:
         raise ValueError(
             f"a gradient of shape {tuple(value.shape)} for a parameter of shape {where.shape}, of which this rank has "
             f"rows of shape {where.local_shape}"
@@ -98,8 +98,8 @@ def gradient_of(value: Tensor, param: Any) -> Tensor:
 
 
 def noting_gradient(rows: Tensor, like: Any) -> ShardedGradient:
-    """The same, also where no other rank has other rows."""
-    # ``data``, because gradients of other parameters are views of the same tensor, and have its version otherwise.
+    """As :func:`sharded_gradient`, but also a :class:`ShardedGradient` if no other rank has other rows."""
+    # ``data`` has a version counter of its own; views of one tensor, as gradients of several parameters are, share one.
     grad: ShardedGradient = make_rows(ShardedGradient, local_rows(rows).data, like.bmt_slice, is_stage_local(like))
     return grad
 

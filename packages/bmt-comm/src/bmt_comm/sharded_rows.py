@@ -1,22 +1,22 @@
-"""A tensor of this rank's rows of a logical tensor, on which operations mean the logical tensor.
+"""A tensor of this rank's rows of a logical tensor. Operations on it mean the logical tensor.
 
 [Note: operations on sharded rows]
     The storage, ``shape``, ``numel()`` and ``len`` are those of this rank's rows, as a kernel needs them, and ``data``
     is these rows as a plain tensor. Reading metadata and printing never communicate. Operations are of five kinds:
 
     - Operations on each element or each row (arithmetic, comparisons, copies, ``flatten``, a mean along the last
-      dimension) give the same rows of the result. Another operand is rows, too, or a logical tensor or number.
+      dimension) return the same rows of the result. The other operand is rows, too, or a logical tensor, or a number.
     - Norms, ``sum``, ``mean``, ``any``, ``all``, ``count_nonzero`` and extremes of all elements exchange one number.
-    - Element-wise in-place operations act on the rows. An index that is written to is one of the logical tensor.
+    - Element-wise in-place operations act on the rows. An index in an assignment refers to the logical tensor.
     - Views of some elements (``rows[0]``, ``t()``) and other in-place operations raise, because a write would have to
-      reach other ranks.
+      change rows of other ranks.
     - Everything else gathers the logical tensor and computes with it.
 
-    In the second and the last kind all ranks that have a part of the tensor must take part. So the kind follows from
-    what all ranks know: the operation, its numbers, and logical shapes; never from how many rows this rank has.
+    In the second and the last kind all ranks that have a part of the tensor must take part. So the kind depends only on
+    what all ranks know: the operation, its numbers, and logical shapes. It does not depend on the number of local rows.
 
-    ``torch.optim`` is element-wise where it is not refused, so what it calls acts on the rows and gives plain tensors.
-    So do operators of ``torch.ops``, which are kernels.
+    The optimizers of ``torch.optim`` that are not refused are element-wise, so the functions that they call act on the
+    rows and return plain tensors. So do operators of ``torch.ops``, which are kernels.
 """
 
 from __future__ import annotations
@@ -74,19 +74,20 @@ class ShardedRows(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = twin = self._twin(self.to_local().clone())
-            twin.grad = copy.deepcopy(self.grad, memo)
-        found: Tensor = memo[id(self)]
-        return found
+            memo[id(self)] = clone = self._with_rows(self.to_local().clone())
+            clone.grad = copy.deepcopy(self.grad, memo)
+        result: Tensor = memo[id(self)]
+        return result
 
     def __copy__(self) -> Tensor:
-        return self._twin(self.to_local())
+        return self._with_rows(self.to_local())
 
-    def _twin(self, rows: Tensor) -> Any:
-        twin = make_rows(type(self), rows, self.bmt_slice, is_stage_local(self)).requires_grad_(self.requires_grad)
+    def _with_rows(self, rows: Tensor) -> Any:
+        """A tensor like this one, with other memory."""
+        result = make_rows(type(self), rows, self.bmt_slice, is_stage_local(self)).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):  # of nn.Parameter(self)
-            twin._is_param = True
-        return twin
+            result._is_param = True
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -135,22 +136,22 @@ class ShardedRows(Tensor):
 
 
 def is_called_by_optimizer() -> bool:
-    """Whether ``torch.optim`` has called what the ``__torch_function__`` that asks this stands for."""
-    if torch.compiler.is_compiling():  # which cannot see frames
+    """Whether ``torch.optim`` has called the function that the calling ``__torch_function__`` handles."""
+    if torch.compiler.is_compiling():  # the compiler cannot trace frames
         return False
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.optim")
 
 
 def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the first one, which was given by its name, in its place."""
+    """Arguments, with the first one as a positional argument; it was given by keyword."""
     first = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
-    if first is None or "condition" in kwargs:  # of where, which is the first
+    if first is None or "condition" in kwargs:  # the first argument of torch.where
         return (), kwargs
     return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
 
 
 def logical_operands(values: Any) -> Any:
-    """Nested arguments with gathered tensors in the places of sharded ones. Every rank must call this."""
+    """Nested arguments, with logical tensors in place of sharded ones. Every rank must call this."""
     with torch.no_grad():
         return tree_map_only(ShardedRows, lambda part: _gathered(part.detach(), part.bmt_slice), values)
 
@@ -189,7 +190,7 @@ _Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _operation(func: Any, name: str) -> _Operation | None:
-    """What is done for a function; ``None``: it acts on this rank's rows."""
+    """The operation for a function; ``None``: the function acts on this rank's rows."""
     if isinstance(func, KERNELS):
         return None
     if name == "__get__":
@@ -207,7 +208,7 @@ def _parts(values: Any) -> list[ShardedRows]:
 
 
 def _leaves(values: Any) -> Iterator[Any]:
-    """What tuples, lists and dicts hold; torch's pytree does the same slower."""
+    """The leaves of nested tuples, lists and dicts; torch's pytree does the same, slower."""
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (list, tuple)):
@@ -218,7 +219,7 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
-    """Tensors of a result as rows of logical ones: those of ``where``, or with other dimensions behind the rows."""
+    """The tensors of a result as rows of logical ones, with the slice ``where`` or other dimensions behind the rows."""
 
     def wrap(rows: Tensor) -> Tensor:
         if isinstance(rows, ShardedRows):
@@ -231,12 +232,12 @@ def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
 
 
 def _has_plain_rows(where: Slice) -> bool:
-    """Whether a rank has all of each row, and rows run along the first dimension."""
+    """Whether rows are not sharded, and run along the first dimension."""
     return where.row_dims == 1 and where.tp_dim is None and bool(where.shape)
 
 
 def _rows_like(other: Tensor, where: Slice) -> Any:
-    """What of another operand meets this rank's rows; ``_GATHER``: the result has more elements than the tensor.
+    """The part of another operand for this rank's rows; ``_GATHER``: the result has more elements than the tensor.
 
     Raises:
         ValueError: it is neither logical nor rows.
@@ -264,20 +265,19 @@ def _rows_like(other: Tensor, where: Slice) -> Any:
     return select_rows(tp_shard_of(other.expand(where.shape), where), where)
 
 
-def _check_same_cut(tensors: Sequence[Tensor]) -> None:
-    """Raise unless this rank has the same rows of all sharded tensors, parameters included."""
-    cuts = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
-    for own in cuts[1:]:
-        if own.cut != cuts[0].cut:
+def _check_same_rows(slices: Sequence[Slice]) -> None:
+    """Raise unless this rank has the same rows of all tensors."""
+    first = slices[0]
+    for other in slices[1:]:
+        if other.row_shard != first.row_shard:
             raise ValueError(
-                f"this rank has rows [{own.row_start}, {own.row_stop}) of a tensor of shape {own.shape} and rows "
-                f"[{cuts[0].row_start}, {cuts[0].row_stop}) of one of shape {cuts[0].shape}: combine full_tensor() of "
-                f"both"
+                f"this rank has rows [{other.row_start}, {other.row_stop}) of a tensor of shape {other.shape} and rows "
+                f"[{first.row_start}, {first.row_stop}) of one of shape {first.shape}: combine full_tensor() of both"
             )
 
 
 def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Slice | None]:
-    """Arguments that meet each other row by row, and what the result is; None: they must be gathered."""
+    """Arguments as corresponding rows, and the slice of the result; None: they must be gathered."""
     tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     slices = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
     where = slices[0]
@@ -296,7 +296,7 @@ def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Slice | None]:
         if any(each is _GATHER for each in met.values()):
             return args, kwargs, None
         args, kwargs = tree_map_only(Tensor, lambda t: met[id(t)], (args, kwargs))
-    _check_same_cut(tensors)
+    _check_same_rows(slices)
     return args, kwargs, where
 
 
@@ -305,7 +305,7 @@ def _rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         return _refused(func, args, kwargs)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves((args, kwargs))):
-        return _GATHER  # autograd would see this rank's part
+        return _GATHER  # autograd would see only this rank's part
     args, kwargs, where = _operands(args, kwargs)
     return _GATHER if where is None else _wrapped(func(*args, **kwargs), parts[0], where)
 
@@ -329,7 +329,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The logical tensor is filled, alike on all ranks."""
+    """Fill the logical tensor, with the same values on all ranks."""
     part = args[0]
     if not isinstance(part, ShardedRows):
         return func(*args, **kwargs)
@@ -345,14 +345,14 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def check_initializer(where: Slice) -> None:
-    """Raise inside of functions of ``torch.nn.init`` that compute with the number of rows.
+    """Raise if called from a function of ``torch.nn.init`` that computes with the number of rows.
 
     Raises:
         RuntimeError: such a function is among the callers.
     """
     frame: Any = sys._getframe(1)
-    own = ("sharded_rows", "sharded_gradient", "sharded_parameter")
-    while frame is not None and frame.f_globals.get("__name__", "").rpartition(".")[2] in own:
+    inner_modules = ("sharded_rows", "sharded_gradient", "sharded_parameter")
+    while frame is not None and frame.f_globals.get("__name__", "").rpartition(".")[2] in inner_modules:
         frame = frame.f_back
     while frame is not None and frame.f_globals.get("__name__") == torch.nn.init.__name__:
         name = frame.f_code.co_name
@@ -385,7 +385,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_place_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensors of one list are combined with those of others at the same place."""
+    """Combine the tensors of the lists at each index."""
     is_list = [isinstance(each, (list, tuple)) for each in args]
     lists = [each for each, several in zip(args, is_list, strict=True) if several]
     met = [_operands_in_place(func.__name__, together, {})[0] for together in zip(*lists, strict=True)]
@@ -405,7 +405,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _operands_in_place(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an in-place operation with the rows of operands that meet those of its target."""
+    """The arguments of an in-place operation, with the operands' rows that correspond to those of the target."""
     target, others = args[0], [leaf for leaf in _leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
     if not hasattr(target, "bmt_slice"):
         for part in others:
@@ -459,7 +459,7 @@ def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("view", "reshape", "view_as", "reshape_as")
         else (name == "ravel" or (name == "flatten" and (not given or given in ([0], [0, -1]))))
     )
-    if is_flat and where.tp_dim is None:  # the elements of rows lie one after the other
+    if is_flat and where.tp_dim is None:  # this rank's elements are a range of the flat tensor
         rows, size = part.detach().reshape(-1), where.row_numel
         flat = Slice((numel,), where.row_start * size, where.row_stop * size, where.row_comm)
         return make_rows(ShardedRows, rows, flat, is_stage_local(part))
@@ -497,7 +497,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
-    """Each rank writes its part of what an index of the logical tensor refers to."""
+    """Write this rank's part of an assignment to an index of the logical tensor."""
     where = target.bmt_slice
     index, value = logical_operands((index, value))
     chosen = torch.zeros(where.shape, dtype=torch.bool, device=target.device)
@@ -512,7 +512,7 @@ def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
 
 
 def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The dimensions that a reduction is asked for; ``None``: all."""
+    """The dimensions of a reduction, from its arguments; ``None``: all."""
     given = kwargs.get("dim", kwargs.get("axis"))
     place = 2 if name in NORMS else 1
     if given is None and len(args) > place and not isinstance(args[place], (bool, torch.dtype)):

@@ -12,7 +12,7 @@ _LABEL = "a vector in shared memory"
 
 
 class Ranks(Protocol):
-    """What a communicator does."""
+    """The part of a communicator that is used here."""
 
     rank: int
     size: int
@@ -25,16 +25,16 @@ class Ranks(Protocol):
 def make_shared_vector(comm: Ranks, numel: int, dtype: torch.dtype) -> Tensor | None:
     """A vector of zeros in anonymous memory of the first rank, which the others map; a collective.
 
-    Nothing is left behind, whatever happens to the processes: the memory has no name, and it is free when the tensors
-    of all ranks are gone. None, on every rank, where the system of one does not give it.
+    The memory has no name, and is released when the tensors of all ranks are gone, so nothing is left behind even if
+    processes are killed. None, on every rank, if one rank cannot create or map it.
     """
     fd = -1
     try:
         if comm.rank == 0:
             fd = _create(numel * dtype.itemsize)
-        told = torch.tensor([os.getpid(), fd], device="cpu")
-        comm.broadcast(told, 0, label=_LABEL)
-        process, number = told.tolist()
+        handle = torch.tensor([os.getpid(), fd], device="cpu")
+        comm.broadcast(handle, 0, label=_LABEL)
+        process, number = handle.tolist()
         vector = _map(f"/proc/{process}/fd/{number}", numel, dtype) if number >= 0 else None
         mapped = torch.empty(comm.size, dtype=torch.uint8, device="cpu")
         mapped[comm.rank] = vector is not None

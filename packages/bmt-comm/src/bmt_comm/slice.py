@@ -1,10 +1,9 @@
 """The rectangle of a logical tensor that one rank holds.
 
-ZeRO shards, ``DTensor`` ``Shard(0)``, replicas and tensor parallelism all give each rank a rectangle of a
-logical tensor: a range of rows of the shard that a tensor-parallel rank has along one dimension. Rows run
-along dim 0, or along dims 0 and 1 taken together (packed experts).  :class:`Slice` says which, and over which
-communicators the rest of it is spread; :func:`slice_of` finds it for any tensor.  Optimizers, norms, checkpoints and
-inspection need to know nothing else.
+ZeRO shards, ``DTensor`` ``Shard(0)``, replicas and tensor parallelism all give each rank a rectangle of a logical
+tensor: a range of rows of the rank's tensor-parallel shard. Rows run along dim 0, or along dims 0 and 1 together
+(packed experts). :class:`Slice` describes the rectangle and the communicators over which the rest of the tensor is
+spread. :func:`slice_of` returns it for any tensor. Optimizers, norms, checkpoints and inspection use nothing else.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from torch import Tensor
 from .communicator import Communicator
 
 SLICE_ATTRIBUTE = "bmt_slice"
-"""A tensor that carries its :class:`Slice` under this attribute name is understood by :func:`slice_of`."""
+"""The attribute of a tensor that holds its :class:`Slice`; :func:`slice_of` reads it."""
 
 LAYER_ATTRIBUTE = "bmt_pipe_layer"
-"""On a parameter that one pipeline stage alone has: the number of its pipeline in the process, and of its layer."""
+"""On a parameter that only one pipeline stage has: the number of its pipeline in the process, and of its layer."""
 
 STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
 """On a parameter: a bool, whether only the ranks of one pipeline stage have it.
 
-Without it, a parameter is a stage's own if its rows are spread over ranks of that stage (or over the single rank that
-is a stage), and a copy on every stage otherwise.
+A parameter without it belongs to one stage if its rows are spread over ranks of that stage (or over the single rank
+that is a stage). Otherwise every stage has a copy.
 """
 
 
 def is_stage_local(tensor: Tensor) -> bool:
-    """Whether a parameter is said to belong to this pipeline stage only."""
+    """Whether a parameter is marked as belonging to this pipeline stage only."""
     return bool(getattr(tensor, STAGE_LOCAL_ATTRIBUTE, False))
 
 
@@ -44,29 +43,29 @@ class Slice:
     """Which part of a logical tensor this rank holds.
 
     The logical tensor of ``shape`` is first sharded along ``tp_dim`` over the tensor-parallel ranks; this rank's
-    tensor-parallel shard spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of it, this rank holds rows
-    ``[row_start, row_stop)``, counted from its first row.  A 0-dim tensor is one row.
+    tensor-parallel shard spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension. This rank holds rows
+    ``[row_start, row_stop)`` of the shard, counted from the shard's first row. A 0-dim tensor is one row.
 
-    A tensor-parallel shard has as many rows as the product of its first ``row_dims`` dimensions.  With ``row_dims=2``
+    A tensor-parallel shard has as many rows as the product of its first ``row_dims`` dimensions. With ``row_dims=2``
     a weight of packed experts, (experts, R, C), has experts × R rows of C elements, and this rank may hold a part of
-    an expert.  What it holds then has the shape (rows, C).
+    an expert. Its local tensor then has the shape (rows, C).
 
-    A fused weight (query, key and value in one, say) has ``tp_blocks``: the lengths of the blocks, along
-    ``tp_dim``, of which each is sharded by itself; a shard is a rank's part of every block, one after the other.  The
-    shards in rank order are then the logical tensor with its rows or columns in another order, which
-    statistics do not mind; :func:`tp_shard_of` and :func:`unshard_tp` restore it.
+    A fused weight (query, key and value in one, say) has ``tp_blocks``: the lengths of its blocks along ``tp_dim``.
+    Each block is sharded separately. A shard is the concatenation of the rank's parts of all blocks. The shards in rank
+    order are then the logical tensor with its rows or columns in another order. Statistics do not depend on this order;
+    :func:`tp_shard_of` and :func:`unshard_tp` take it into account.
 
     Attributes:
         shape: the global, unpadded shape.
         row_start, row_stop: the half-open range of rows of the tensor-parallel shard that this rank holds.
-        row_comm: the communicator over which the rows are spread; ``None``: this rank holds them all.
+        row_comm: the communicator over which the rows are spread; ``None``: this rank holds all rows.
         tp_dim: the dimension that tensor-parallel ranks shard; ``None``: none.
         tp_offset, tp_extent: this rank's shard along ``tp_dim``.
         tp_comm: the communicator of the ranks that shard ``tp_dim``; ``None``: none.
         tp_blocks: the blocks of a fused weight; empty: one block.
-        row_dims: the number of leading dimensions that rows are counted along.
-        replicate_comm: the communicator of the ranks that hold this same part, with gradients that are equal;
-            ``None``: none are known. An optimizer may divide its work among them.
+        row_dims: the number of leading dimensions along which rows are counted.
+        replicate_comm: the communicator of the replicate group, the ranks that hold the same part and have equal
+            gradients; ``None``: none is known. An optimizer may divide its work among them.
     """
 
     shape: tuple[int, ...]
@@ -97,7 +96,7 @@ class Slice:
                 if sum(self.tp_blocks) != self.shape[self.tp_dim] or any(b % ranks for b in self.tp_blocks):
                     raise ValueError(
                         f"tp_blocks={self.tp_blocks} do not make up dimension {self.tp_dim} of shape {self.shape}, "
-                        f"or cannot each be cut over {ranks} ranks"
+                        f"or cannot each be sharded over {ranks} ranks"
                     )
         rows = self.tp_shard_rows
         if not 0 <= self.row_start <= self.row_stop <= rows:
@@ -131,7 +130,7 @@ class Slice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank holds; a 0-dim tensor is ``()`` where it is held and ``(0,)`` elsewhere."""
+        """The shape of the local tensor; of a 0-dim tensor ``()`` on the rank that holds it, and ``(0,)`` elsewhere."""
         rows = self.row_stop - self.row_start
         if not self.shape:
             return () if rows else (0,)
@@ -148,8 +147,8 @@ class Slice:
         return tuple(offset)
 
     @property
-    def cut(self) -> tuple[int, int, Communicator | None]:
-        """Which rows this rank holds, and over which ranks the others are spread."""
+    def row_shard(self) -> tuple[int, int, Communicator | None]:
+        """The rows that this rank holds, and the communicator over which the rows are spread."""
         return self.row_start, self.row_stop, self.row_comm
 
     @functools.cached_property
@@ -171,21 +170,21 @@ def tp_shard_of(full: Tensor, where: Slice) -> Tensor:
 
 
 def select_rows(shard: Tensor, where: Slice) -> Tensor:
-    """What this rank holds of its tensor-parallel shard: a view of shape ``where.local_shape``."""
+    """The rows of its tensor-parallel shard that this rank holds: a view of shape ``where.local_shape``."""
     return shard.reshape(where.tp_shard_rows, *where.row_shape)[where.row_start : where.row_stop].view(
         where.local_shape
     )
 
 
 def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
-    """The tensor whose shards along ``tp_dim`` the tensor-parallel ranks hold, on each of them.
+    """Gather the shards along ``tp_dim``; every tensor-parallel rank gets the unsharded tensor.
 
-    ``shard`` is this rank's, with all its rows or some: whatever part of the other dimensions the ranks have
-    in common.
+    ``shard`` is this rank's shard, with all its rows or some. The range of the other dimensions must be the same on all
+    tensor-parallel ranks.
 
     Raises:
-        ValueError: a shard of several blocks lacks some of them, or ``shard`` is some rows along two dimensions of
-            which one is the tensor-parallel one.
+        ValueError: a shard of several blocks is incomplete along ``tp_dim``, or ``shard`` has some of the rows along
+            two dimensions, one of which is ``tp_dim``.
     """
     dim, comm = where.tp_dim, where.tp_comm
     if dim is None or comm is None or comm.size == 1:
@@ -212,13 +211,13 @@ def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Slice:
-    """The slice of a tensor that this rank holds entirely."""
+    """The slice of a tensor that is not sharded."""
     shape = tuple(tensor.shape)
     return Slice(shape, 0, shape[0] if shape else 1)
 
 
 def is_piece(value: Any) -> bool:
-    """Whether it is a tensor-parallel rank's piece of a logical tensor, which bmt_zero has not sharded."""
+    """Whether it is a tensor-parallel shard of a logical tensor that bmt_zero has not sharded further."""
     where = getattr(value, SLICE_ATTRIBUTE, None) if isinstance(value, Tensor) else None
     return where is not None and where.tp_dim is not None and not hasattr(value, "handle")
 
@@ -226,12 +225,12 @@ def is_piece(value: Any) -> bool:
 def slice_of(tensor: Tensor) -> Slice:
     """The part of its logical tensor that ``tensor`` holds on this rank.
 
-    Tensors that carry a :data:`SLICE_ATTRIBUTE` say so themselves, ``DTensor``s through their placements
-    (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism; what
-    FSDP2 makes of a tensor-parallel module, too), and of any other tensor this rank holds all.
+    It is the :data:`SLICE_ATTRIBUTE` of a tensor that has one. For a ``DTensor`` it follows from the placements:
+    ``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism; also those of
+    FSDP2 on a tensor-parallel module. Any other tensor is not sharded.
 
     Raises:
-        ValueError: a ``DTensor`` placement is none of these (``Partial``, say).
+        ValueError: a ``DTensor`` has other placements (``Partial``, say).
     """
     known = getattr(tensor, SLICE_ATTRIBUTE, None)
     if known is not None:
@@ -248,7 +247,7 @@ def slice_of(tensor: Tensor) -> Slice:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether it is a ``DTensor``; without an import of its module, which takes long."""
+    """Whether it is a ``DTensor``. Does not import the module of ``DTensor``, which takes long."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -256,15 +255,15 @@ def dtensor_like(local: Tensor, where: Slice, like: Any) -> Tensor:
     """``local``, of shape ``where.local_shape``, as a ``DTensor`` of shape ``where.shape`` on the same memory.
 
     Args:
-        like: a ``DTensor`` whose mesh dimensions cut ``where``, or do not.
+        like: a ``DTensor`` whose mesh has the mesh dimensions that shard ``where``.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = like.device_mesh
     placements: list[Any] = []
     for mesh_dim, placement in enumerate(like.placements):
-        is_cut = not placement.is_replicate() and mesh.size(mesh_dim) > 1
-        comm = _cached_communicator(mesh.get_group(mesh_dim), mesh.device_type) if is_cut else None
+        is_sharded = not placement.is_replicate() and mesh.size(mesh_dim) > 1
+        comm = _cached_communicator(mesh.get_group(mesh_dim), mesh.device_type) if is_sharded else None
         if comm is None:
             placements.append(Replicate())
         elif comm is where.row_comm:
@@ -287,9 +286,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def _slice_of_dtensor(tensor: Any) -> Slice:
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
-    cuts: list[tuple[int, Any]] = []  # (dimension, communicator), in mesh order
-    replicated: list[Any] = []
-    strided: list[tuple[int, Any, int]] = []  # and into how many pieces the dimension is cut before
+    sharded: list[tuple[int, Any]] = []  # (dimension, process group), in mesh order
+    strided: list[tuple[int, Any, int]] = []  # (dimension, process group, split factor)
+    replicated: list[Any] = []  # process groups
     for mesh_dim, placement in enumerate(tensor.placements):
         if mesh.size(mesh_dim) == 1:
             continue
@@ -299,48 +298,48 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
         dim = getattr(placement, "dim", None)
         if dim is None or placement.is_partial():
             raise ValueError(f"placement {placement} of a DTensor of shape {shape} is not a slice; redistribute it")
-        # FSDP2 over tensor-parallel rows: the outer mesh dimension cuts what the inner one has cut.
+        # FSDP2 over tensor-parallel rows: the outer mesh dimension shards the shards of the inner one.
         if type(placement).__name__ == "_StridedShard":
             strided.append((dim, mesh.get_group(mesh_dim), placement.split_factor))
         else:
-            cuts.append((dim, mesh.get_group(mesh_dim)))
-    row_cut, tp_cut, pieces = None, None, None
+            sharded.append((dim, mesh.get_group(mesh_dim)))
+    row_group, row_split_factor = None, None
+    tp_group: Any = None
+    tp_dim, tp_offset, tp_extent, tp_comm = None, 0, 0, None
     several = ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
     for dim, group, split_factor in strided:
-        if dim != 0 or row_cut is not None:
+        if dim != 0 or row_group is not None:
             raise several
-        row_cut, pieces = group, split_factor
-    # Of two plain cuts by rows, the later mesh dimension cuts what the earlier one has cut.
-    for dim, group in reversed(cuts):
-        if dim == 0 and row_cut is None:
-            row_cut = group
-        elif tp_cut is None:
-            tp_cut = (dim, group)
+        row_group, row_split_factor = group, split_factor
+    # Of two placements Shard(0), the later mesh dimension shards the shards of the earlier one.
+    for dim, group in reversed(sharded):
+        if dim == 0 and row_group is None:
+            row_group = group
+        elif tp_group is None:
+            tp_dim, tp_group = dim, group
         else:
             raise several
-    cut_before = dist.get_world_size(tp_cut[1]) if tp_cut is not None and tp_cut[0] == 0 else 1
-    if pieces is not None and pieces != cut_before:
+    split_before = dist.get_world_size(tp_group) if tp_dim == 0 else 1
+    if row_split_factor is not None and row_split_factor != split_before:
         raise several
     device = mesh.device_type
-    tp_dim, tp_offset, tp_extent, tp_comm = None, 0, 0, None
     rows = shape[0] if shape else 1
-    if tp_cut is not None:
-        tp_dim = tp_cut[0]
-        tp_comm = _cached_communicator(tp_cut[1], device)
+    if tp_dim is not None:
+        tp_comm = _cached_communicator(tp_group, device)
         tp_offset, stop = _chunk_range(shape[tp_dim], tp_comm.size, tp_comm.rank)
         tp_extent = stop - tp_offset
         if tp_dim == 0:
             rows = tp_extent
     start, stop, row_comm = 0, rows, None
-    if row_cut is not None:
-        row_comm = _cached_communicator(row_cut, device)
+    if row_group is not None:
+        row_comm = _cached_communicator(row_group, device)
         start, stop = _chunk_range(rows, row_comm.size, row_comm.rank)
     replicate_comm = _cached_communicator(replicated[0], device) if replicated else None
     return Slice(shape, start, stop, row_comm, tp_dim, tp_offset, tp_extent, tp_comm, replicate_comm=replicate_comm)
 
 
 _communicators: dict[Any, Communicator] = {}
-_slices: dict[Any, Slice] = {}  # of DTensors, by world, mesh, placements and shape
+_slices: dict[Any, Slice] = {}  # of DTensors, by world group, mesh, placements and shape
 
 
 def _cached_communicator(group: Any, device_type: str) -> Communicator:

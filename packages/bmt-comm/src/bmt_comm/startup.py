@@ -1,4 +1,4 @@
-"""The first meeting of a job's processes, over the rendezvous store: who has come, and with which arguments."""
+"""The first meeting of a job's processes, over the rendezvous store: which have come, and with which arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .report import ranks_in_words
 from .tally import Tally, missing, read_many, read_soon
 
 _PAUSES = 0.001, 0.1  # seconds between two looks at the store, the first and the last
-_PATIENCE = 30.0  # seconds after which it is said who is missing
+_PATIENCE = 30.0  # seconds after which a warning names the missing ranks
 _PERIOD = 0.25  # seconds between two looks at the processes of this host
-_TOLD = 2.0  # seconds that all ranks have to read what differs
+_READ_TIMEOUT = 2.0  # seconds that all ranks have to read what differs
 _log = logging.getLogger("bmt_comm")
 
 
@@ -32,9 +32,9 @@ class Peer:
     """A process of the job.
 
     Attributes:
-        host: the same for processes that see each other's numbers.
-        process: its number.
-        started: when it started, which tells it from a later process of that number.
+        host: the same for processes that see each other's ids.
+        process: its id.
+        started: when it started; a later process with the same id has another value.
     """
 
     host: str
@@ -84,7 +84,7 @@ def _first_line(path: str) -> str:
 
 
 def _stat(process: int) -> tuple[str, str]:
-    """The state of a process and when it started; "" and "" of one that is not there."""
+    """The state of a process and when it started; two empty strings if there is none."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -95,29 +95,29 @@ def _stat(process: int) -> tuple[str, str]:
 def connect(init_method: str, rank: int, size: int, timeout: datetime.timedelta) -> tuple[Any, int, int]:
     """The store where the job's processes meet, this process's rank, and the number of ranks.
 
-    As ``torch.distributed.rendezvous``, but rank 0, where it keeps the store, does not wait for the others to connect:
-    :func:`meet` does that, and notices those that end meanwhile. ``rank`` and ``size`` are -1 where ``init_method``
-    tells them.
+    As ``torch.distributed.rendezvous``, but rank 0, if it keeps the store, does not wait for the others to connect:
+    :func:`meet` does that, and notices processes that end in the meantime. ``rank`` and ``size`` are -1 if
+    ``init_method`` contains them.
 
     Raises:
         RuntimeError: rank 0 cannot be reached.
     """
     url = urlparse(init_method)
     query = dict(parse_qsl(url.query))
-    told_twice = "rank" in query and rank != -1  # which torch refuses
+    is_ambiguous = "rank" in query and rank != -1  # torch raises
     number, count = (int(query.get(name, -1)) if v == -1 else v for name, v in (("rank", rank), ("world_size", size)))
     host, port = url.hostname, url.port
     if url.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
-    if launched or told_twice or url.scheme not in ("env", "tcp") or not host or not port or number < 0 or count < 1:
+    if launched or is_ambiguous or url.scheme not in ("env", "tcp") or not host or not port or number < 0 or count < 1:
         store, rank, size = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
         return store, rank, size
     settings: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     settings["use_libuv"] = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     if number == 0:
         return dist.TCPStore(host, port, count, True, timeout, **settings), number, count
-    begun, said = time.monotonic(), False
+    begun, has_warned = time.monotonic(), False
     while True:
         left = timeout.total_seconds() - (time.monotonic() - begun)
         attempt = datetime.timedelta(seconds=max(0.1, min(left, _PATIENCE)))
@@ -129,17 +129,17 @@ def connect(init_method: str, rank: int, size: int, timeout: datetime.timedelta)
                 raise RuntimeError(
                     f"rank {number} could not reach rank 0 at {host}:{port} in {seconds:g} seconds"
                 ) from error
-        if not said:
-            said = True
+        if not has_warned:
+            has_warned = True
             _log.warning("rank %d could not reach rank 0 at %s:%d in %g seconds yet", number, host, port, _PATIENCE)
 
 
 class Start:
     """Names one start of the job in a store that may hold the keys of earlier ones, as torchrun's does.
 
-    Rank 0 draws the name. Each other rank calls with a fresh word, and rank 0 answers to that word. So a rank hears the
-    name from a rank 0 that runs now, never that of a start whose rank 0 has ended. Rank 0 also answers ranks that have
-    ended, which read nothing.
+    Rank 0 draws the name. Each other rank writes a call with a fresh token, and rank 0 writes the answer under that
+    token. So a rank gets the name from a rank 0 that runs now, never that of an earlier start whose rank 0 has ended.
+    Rank 0 also answers calls of ranks that have ended; these answers are not read.
 
     Attributes:
         name: of this start.
@@ -147,24 +147,24 @@ class Start:
 
     def __init__(self, store: Any, rank: int, timeout: float) -> None:
         self._store, self._rank = dist.PrefixStore("bmt_comm/starts", store), rank
-        word = self.name = uuid.uuid4().hex
+        token = self.name = uuid.uuid4().hex
         if rank == 0:
             self._number = int(self._store.get("heard")) if self._store.check(["heard"]) else 0
             self._unset: set[int] = set()  # numbers of calls that are not there yet
-            self._words: dict[int, str] = {}
+            self._called: set[int] = set()  # ranks
             return
-        self._store.set(f"call/{self._store.add('calls', 1)}", json.dumps([rank, word]))
+        self._store.set(f"call/{self._store.add('calls', 1)}", json.dumps([rank, token]))
         begun, pause = time.monotonic(), _PAUSES[0]
-        while not self._store.check([f"answer/{word}"]):
+        while not self._store.check([f"answer/{token}"]):
             if time.monotonic() - begun > timeout:
                 raise RuntimeError(f"rank 0 did not come to init_distributed() in {timeout:g} seconds")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
-        self.name = self._store.get(f"answer/{word}").decode()
-        self._store.delete_key(f"answer/{word}")
+        self.name = self._store.get(f"answer/{token}").decode()
+        self._store.delete_key(f"answer/{token}")
 
     def answer(self, meeting: Any) -> None:
-        """Rank 0 answers the ranks that have called since.
+        """On rank 0, answer the ranks that have called since the last time.
 
         Raises:
             RuntimeError: a rank that has come to the meeting calls again.
@@ -176,14 +176,14 @@ class Start:
         self._number = number
         self._unset = {numbers[index] for index in missing(self._store, [f"call/{each}" for each in numbers])}
         for call in read_many(self._store, [f"call/{each}" for each in numbers if each not in self._unset]):
-            rank, word = json.loads(call)
-            if rank in self._words and meeting.check([f"here/{rank}"]):
+            rank, token = json.loads(call)
+            if rank in self._called and meeting.check([f"here/{rank}"]):
                 raise RuntimeError(f"rank {rank} came to init_distributed() again before all ranks had come")
-            self._words[rank] = word
-            self._store.set(f"answer/{word}", self.name)
+            self._called.add(rank)
+            self._store.set(f"answer/{token}", self.name)
 
     def end(self) -> None:
-        """All have come: a later rank 0 need not read these calls."""
+        """All ranks have come: a later rank 0 need not read these calls."""
         if self._rank == 0:
             self._store.set("heard", str(self._number))
 
@@ -191,29 +191,29 @@ class Start:
 def meet(
     store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float, start: Start | None = None
 ) -> dict[int, Peer]:
-    """Wait until every rank has come here, and compare what they bring.
+    """Wait until every rank has come here, and compare their facts.
 
     Args:
-        store: which nothing else uses.
+        store: a store that nothing else uses.
         facts: what must be the same on all ranks, by name.
         timeout: seconds to wait for the others.
-        start: which has named ``store``.
+        start: the :class:`Start` that has named ``store``.
 
     Returns:
         The processes on this host, this one among them, by rank.
 
     Raises:
-        ValueError: a fact differs; on all ranks, with everybody's values.
-        RuntimeError: a rank has not come in time, or has ended meanwhile.
+        ValueError: a fact differs; on all ranks, with the values of all.
+        RuntimeError: a rank has not come in time, or has ended in the meantime.
     """
     mine = _here()
-    told = json.dumps({name: str(value) for name, value in facts.items()})
+    value = json.dumps({name: str(value) for name, value in facts.items()})
     host = f"host/{hashlib.sha256(mine.host.encode()).hexdigest()[:16]}"
-    store.set(f"here/{rank}", told)
+    store.set(f"here/{rank}", value)
     store.set(f"{host}/{store.add(host, 1)}", json.dumps([rank, mine.process, mine.started]))
-    tally = Tally(store, "came", size, told)
+    tally = Tally(store, "came", size, value)
     begun = time.monotonic()
-    looked, said, pause = begun, False, _PAUSES[0]
+    looked, has_warned, pause = begun, False, _PAUSES[0]
     while not tally.complete:
         if start is not None:
             start.answer(store)
@@ -230,8 +230,8 @@ def meet(
             raise RuntimeError(
                 f"{ranks_in_words(_missing(store, size))} did not come to init_distributed() in {timeout:g} seconds"
             )
-        if now - begun > _PATIENCE and not said:
-            said, absent = True, _missing(store, size)
+        if now - begun > _PATIENCE and not has_warned:
+            has_warned, absent = True, _missing(store, size)
             if absent and rank == min(set(range(size)) - set(absent)):
                 _log.warning(
                     "%s did not come to init_distributed() in %g seconds yet", ranks_in_words(absent), _PATIENCE
@@ -250,10 +250,10 @@ def meet(
                 raise RuntimeError("ranks call init_distributed() with different arguments")
 
         difference = read_soon(store, "differs", until)
-        store.add("told", 1)
-        # Rank 0 may keep the store, in which the others still read.
-        deadline = time.monotonic() + _TOLD
-        while rank == 0 and store.add("told", 0) < size and time.monotonic() < deadline:
+        store.add("read", 1)
+        # Rank 0 may keep the store, from which the others still read.
+        deadline = time.monotonic() + _READ_TIMEOUT
+        while rank == 0 and store.add("read", 0) < size and time.monotonic() < deadline:
             time.sleep(_PAUSES[0])
         raise ValueError(difference)
     return _on_this_host(store, host)
@@ -277,13 +277,13 @@ def _on_this_host(store: Any, host: str) -> dict[int, Peer]:
 
 
 def _difference(everyone: Sequence[Mapping[str, str]]) -> str:
-    """What differs, by rank."""
+    """The first fact that differs, with the value of every rank."""
     for name in everyone[0]:
         values = [facts.get(name, "nothing") for facts in everyone]
         if len(set(values)) > 1:
-            told = ", ".join(
+            by_rank = ", ".join(
                 f"{value} on {ranks_in_words([rank for rank, each in enumerate(values) if each == value])}"
                 for value in dict.fromkeys(values)
             )
-            return f"ranks call init_distributed() with different arguments: {name} is {told}"
+            return f"ranks call init_distributed() with different arguments: {name} is {by_rank}"
     return "ranks call init_distributed() of different versions of bmt_comm"

@@ -1,6 +1,6 @@
 """Python objects between the ranks of one job.
 
-Objects travel as pickles: fine among processes that one user started, and used for nothing else.
+Objects travel as pickles, which is safe only between processes that one user has started.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class DistributedStateDictWrapper(Mapping[str, Any]):
     """
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self._own = dict(state_dict)
+        self._entries = dict(state_dict)
         self._kinds: dict[str, tuple[torch.Size, torch.dtype] | None] = broadcast_object(
-            {name: (x.shape, x.dtype) if isinstance(x, Tensor) else None for name, x in self._own.items()}
+            {name: (x.shape, x.dtype) if isinstance(x, Tensor) else None for name, x in self._entries.items()}
         )
 
     def __getitem__(self, name: str) -> Any:
         kind = self._kinds[name]
         world = current_context().world
         if kind is None:
-            return broadcast_object(self._own.get(name))
+            return broadcast_object(self._entries.get(name))
         result = torch.empty(kind[0], dtype=kind[1], device=world.device)
         if world.rank == 0:
-            result.copy_(self._own[name])
+            result.copy_(self._entries[name])
         world.broadcast(result, 0)
         return result
 

@@ -1,4 +1,4 @@
-"""Counters in the rendezvous store by which ranks learn, whatever their number, that all have come with the same."""
+"""Counters in the rendezvous store that show whether all ranks have come, with the same value, at constant cost."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _PAUSES = 0.0001, 0.02  # seconds between two looks at a key, the first and the 
 
 
 class Tally:
-    """Counts the ranks that have come, and tells whether they have brought the same.
+    """Counts the ranks that have come, and checks that they have the same value.
 
-    Each rank adds one to the upper bits of a number, and the digest of what it brings to the lower bits. If all bring
-    the same, the sum of the digests is the number of ranks times a rank's own digest. That is one request for each
-    rank, and one for each look.
+    Each rank adds one to the upper bits of a number, and the digest of its value to the lower bits. If all values are
+    the same, the sum of the digests is the number of ranks times the digest of this rank. That takes one request for
+    each rank, and one for each look.
 
     Args:
-        store: where ``key`` is this tally's.
+        store: where nothing else uses ``key``.
         size: the number of ranks.
-        brought: by this rank, which comes now.
+        value: of this rank, which comes now.
 
     Attributes:
         last: whether this rank was the last to come.
     """
 
-    def __init__(self, store: Any, key: str, size: int, brought: str) -> None:
+    def __init__(self, store: Any, key: str, size: int, value: str) -> None:
         bits = size.bit_length()  # of the count; the sum has as many more than a digest
         width = 62 - 2 * bits
         self._store, self._key, self._size, self._shift = store, key, size, width + bits
-        self._digest = int.from_bytes(hashlib.sha256(brought.encode()).digest(), "little") & ((1 << width) - 1)
+        self._digest = int.from_bytes(hashlib.sha256(value.encode()).digest(), "little") & ((1 << width) - 1)
         self._total = store.add(key, (1 << self._shift) + self._digest)
         self.last = self.complete
 
@@ -46,12 +46,12 @@ class Tally:
 
     @property
     def agrees(self) -> bool:
-        """Whether all, who have come, have brought the same as this rank."""
+        """Whether all ranks, which have come, have the value of this rank."""
         return bool(self._total & ((1 << self._shift) - 1) == self._size * self._digest)
 
 
 def missing(store: Any, keys: Sequence[str]) -> list[int]:
-    """The indices of the keys that the store lacks, with few requests where few of them, or few others, are missing."""
+    """The indices of the keys that the store lacks. It takes few requests if few keys, or nearly all, are missing."""
     if not keys or store.check(list(keys)):
         return []
     if len(keys) == 1:

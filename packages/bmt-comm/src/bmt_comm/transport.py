@@ -1,4 +1,4 @@
-"""What carries operations on CPU tensors, for each process group: messages of gloo, or memory that ranks share."""
+"""The transport of operations on CPU tensors, for each process group: messages of gloo, or shared memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _log = logging.getLogger("bmt_comm")
 
 
 class Transport(Protocol):
-    """What carries operations on CPU tensors in place of the process group; tensors are contiguous and 1-D.
+    """Operations on CPU tensors in place of those of the process group; tensors are contiguous and 1-D.
 
-    ``waits_at_once`` says that nothing comes between this call and the wait.
+    ``waits_at_once`` says that the caller waits right after the call.
 
     Attributes:
         in_order: whether operations run one at a time, in the order in which they were posted, as NCCL's do.
@@ -61,22 +61,22 @@ class Transport(Protocol):
 
 
 transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
-"""Makes the transport of a process group, by the backend's name; for tests, see ``bmt_comm.testing``."""
+"""Factories of the transports of process groups, by the backend's name; for tests, see ``bmt_comm.testing``."""
 
 HostCollectives = DirectExchange | SharedMemoryCollectives | HostsCollectives
 
 host_collectives: WeakKeyDictionary[dist.ProcessGroup, HostCollectives] = WeakKeyDictionary()
-"""Of each process group, for all communicators that stand on it."""
+"""By process group, for all communicators on it."""
 
 
 def use_messages(group: dist.ProcessGroup) -> None:
-    """Let ranks of a process group send messages over it, unless they share memory already."""
+    """Let collectives of a process group be messages over it, unless its ranks share memory already."""
     if group not in host_collectives:
         host_collectives[group] = DirectExchange(group)
 
 
 def share_memory(group: dist.ProcessGroup, ranks: Sequence[int], timeout: datetime.timedelta) -> None:
-    """Let the ranks of a process group, whose global ranks are given, share memory if they can. A collective.
+    """Let the ranks of a process group, with global ranks ``ranks``, share memory if they can. A collective.
 
     ``timeout``: after which a collective fails if a rank has not joined it.
     """
@@ -92,13 +92,13 @@ def share_memory(group: dist.ProcessGroup, ranks: Sequence[int], timeout: dateti
 
 @functools.cache
 def _say_why_memory_is_not_shared(reason: str, first_rank: int) -> None:
-    """Once in a process, and not on every rank."""
+    """Warn once, on one rank."""
     if dist.get_rank() == 0 and first_rank == 0:
         _log.warning("ranks send messages over gloo and do not share memory, which would be faster: %s", reason)
 
 
 def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Give back the memory that communicators on these groups have shared, whoever still holds them."""
+    """Release the memory that communicators on these groups share, even if they are still referenced."""
     for group in groups:
         on_host = host_collectives.get(group)
         if isinstance(on_host, (SharedMemoryCollectives, HostsCollectives)):
@@ -106,15 +106,15 @@ def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def stop_waiting(message: str) -> None:
-    """Let all waits of this process end with an error, and NCCL's kernels with them."""
+    """End all waits of this process, and NCCL's kernels, with an error."""
     groups = []
     for group, on_host in list(host_collectives.items()):
         if not isinstance(on_host, DirectExchange):
             on_host.stop(message)
-        # One that was destroyed has no backend any more, whoever still holds it.
+        # A group that was destroyed has no backend any more, even if it is still referenced.
         if group in dist.distributed_c10d._world.pg_map and (waits or _compat.uses_nccl(group)):
             groups.append(group)
-    # NCCL's in one thread, together; others each in its own, so that none waits for another.
+    # NCCL groups together, in one thread; each other group in its own thread, so that none waits for another.
     nccl = [group for group in groups if _compat.uses_nccl(group)]
     for together in (nccl, *([group] for group in groups if group not in nccl)):
         if together:

@@ -1,17 +1,17 @@
-"""A thread that finds out why a job does not go on, and tells all ranks.
+"""A thread that detects why a job hangs, and reports it on all ranks.
 
 [Note: the end of a job that has failed]
     Each rank has a watching thread. It raises the alarm when this rank has waited for an operation longer than the
     time-out, when another rank waits for another operation in its place, when an operation has failed because another
     rank cannot be reached, when an exception ends this rank, or when another process of this host has ended without
-    :func:`bmt_comm.shutdown`. The alarm is a key in the rendezvous store, at which all watching threads look a few
-    times a second. Then every rank writes into the store where it is. The rank that was first to raise the alarm reads
-    what all have written, and writes the message, which all others read. (If it fails, too, another one does so.) What
-    waits for an operation gets an error with this message. A rank that does not wait, or cannot be woken, is ended:
-    nobody needs what it computes.
+    :func:`bmt_comm.shutdown`. The alarm is a key in the rendezvous store, which all watching threads check a few times
+    a second. Then every rank writes its status into the store. The rank that was first to raise the alarm, the
+    reporter, reads the statuses of all ranks and writes the message, which all others read. If the reporter fails, too,
+    another rank takes its place. Waits for operations raise an error with this message. A rank that does not wait, or
+    cannot be woken, is ended, because its results are not needed.
 
-    Nothing of this goes over a communicator, and operations do not touch the store. No rank but one reads as many keys
-    as there are ranks, and it reads many at a time.
+    All this uses no communicator, and operations do not use the store. Only the reporter reads as many keys as there
+    are ranks, and it reads many at a time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ import torch.distributed as dist
 
 from .flight_recorder import write_record
 from .journal import Wait, journals, place, waits
-from .report import Waiting, Word, describe
+from .report import Status, Waiting, describe
 from .startup import Peer
 from .tally import missing, read_many
 
 _PERIOD = 0.25  # seconds between two looks
-_ANSWER = 1.0  # seconds that the ranks have to tell where they are
+_ANSWER = 1.0  # seconds that the ranks have to write their statuses
 _MESSAGE = 0.4  # seconds after that in which the message must come
-_PAUSE = 0.02  # seconds between two looks at what others have told
-_SUSPICIOUS = 2.0  # seconds of a wait after which ranks compare what they wait for
+_PAUSE = 0.02  # seconds between two looks at what others have written
+_SUSPICIOUS = 2.0  # seconds of a wait after which ranks compare their operations
 _WAKE = 0.7  # seconds that the main thread has to raise the error
 _OURS = ("bmt_comm", "bmt_zero", "bmt_tp", "bmt_pipe", "bmt_optim", "bmt_kernels", "bmtrain", "torch", "contextlib")
 _ALARM, _SECOND_ALARM = "alarm", "alarm, the first reporter having failed"
@@ -53,15 +53,15 @@ T = TypeVar("T")
 
 
 class RankFailureError(RuntimeError):
-    """A rank has failed, or is not where the others wait for it; the message tells which one and where it is."""
+    """A rank has failed, or is not where the others wait for it. The message names the rank and says where it is."""
 
 
 class Watch:
-    """Watches this rank and hears of the others.
+    """Watches this rank, and the alarms of the others.
 
     Args:
-        store: which nothing else uses; used by this object's thread.
-        rank: this one.
+        store: a store that nothing else uses; used by this object's thread.
+        rank: of this process.
         size: the number of ranks.
         peers: the processes on this host, this one among them, by rank.
         timeout: seconds after which a wait fails.
@@ -92,29 +92,29 @@ class Watch:
         self._thread.start()
 
     def stop(self, leaves: bool) -> None:
-        """End the thread. ``leaves``: this rank ends as it should, and the others may go on."""
+        """End the thread. ``leaves``: this rank ends without a failure, and the others may go on."""
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hook
         self._stopping = True
         self._news.set()
         self._thread.join(2 * _ANSWER)
         if leaves and not self._thread.is_alive():
-            self._tell(f"left/{self.rank}", "")
+            self._write(f"left/{self.rank}", "")
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise in place of ``error``, by which the wait of this thread has failed."""
+        """The exception to raise in place of ``error``, with which the wait of this thread has failed."""
         if self._stopping or os.getpid() != self.peers[self.rank].process:
             return error
         wait = waits.get(threading.get_ident())
-        told = "" if wait is None else f" (in {wait.journal.name}, {wait.operation.name.decode()})"
-        self._alarm(f"rank {self.rank}: {error}{told}")
+        where = "" if wait is None else f" (in {wait.journal.name}, {wait.operation.name.decode()})"
+        self._alarm(f"rank {self.rank}: {error}{where}")
         self._concluded.wait(_ANSWER + 1.0)
-        message = self._message or describe(self._reason, {self.rank: self._word()}, self._states(), self.size)
+        message = self._message or describe(self._reason, {self.rank: self._status()}, self._processes(), self.size)
         self._delivered.set()
         return RankFailureError(message)
 
     def explain_by_another(self, error: Exception) -> Exception:
-        """What to raise in place of ``error``: that another rank has failed, if that is known or soon becomes known."""
+        """An exception that says that another rank has failed, if that is known within a second; else ``error``."""
         if self._stopping or os.getpid() != self.peers[self.rank].process or not self._concluded.wait(_ANSWER):
             return error
         self._delivered.set()
@@ -134,10 +134,10 @@ class Watch:
             self._alarm(f"rank {self.rank} raised {traceback.format_exception_only(kind, error)[-1].strip()}")
             self._concluded.wait(_ANSWER + 1.0)
 
-    def _word(self) -> Word:
+    def _status(self) -> Status:
         now = time.monotonic()
         frame = sys._current_frames().get(self._main or 0)
-        found = list(waits.values())
+        waiting = [self._waiting(wait, now) for wait in list(waits.values())]
         groups = {}
         last: tuple[float, str] = (0.0, "")
         for journal in list(journals.values()):
@@ -150,8 +150,8 @@ class Watch:
                 text = f"{number}{journal.name}, {operation.name.decode()}"
                 text += f", in {where}" if where else ""
                 last = begun, f"its last operation was {text}, {now - begun:.1f} s ago"
-        return Word(
-            waiting=[self._waiting(wait, now) for wait in found],
+        return Status(
+            waiting=waiting,
             groups=groups,
             last=last[1],
             place=place(),
@@ -172,8 +172,8 @@ class Watch:
             place=wait.place,
         )
 
-    def _states(self) -> dict[int, str]:
-        """Of the processes on this host, by rank."""
+    def _processes(self) -> dict[int, str]:
+        """The states of the processes on this host, by rank."""
         return {rank: peer.state() for rank, peer in self.peers.items()}
 
     # --- in the thread ----------------------------------------------------------------------------
@@ -189,10 +189,10 @@ class Watch:
                 return
 
     def _look(self) -> None:
-        """Find a reason for an alarm."""
-        told = self._read(_ALARM)
-        if told is not None:
-            self._reason = json.loads(told)[1]
+        """Look for a reason to raise the alarm, or for the alarm of another rank."""
+        alarm = self._read(_ALARM)
+        if alarm is not None:
+            self._reason = json.loads(alarm)[1]
             return
         now = time.monotonic()
         late = next((w for w in list(waits.values()) if now - w.begun > (w.limit or self.timeout)), None)
@@ -215,19 +215,19 @@ class Watch:
                 return
 
     def _compare(self, now: float) -> None:
-        """Find out whether a rank that waits, too, waits for something else in its place.
+        """Raise the alarm if another rank waits for another operation in the place of the one that this rank waits for.
 
-        The first rank that waits for long writes what it waits for; the others compare that with what they wait for.
+        The first rank that has waited for long writes the name of its operation. The others compare it with theirs.
         """
         long = [w for w in list(waits.values()) if w.operation.number and now - w.begun > _SUSPICIOUS]
         keys = {f"waits/{wait.journal.key}/{wait.operation.number}": wait for wait in long}
         for key in self._compared.keys() - keys.keys():
-            if self._compared.pop(key):  # it was this rank that has written it
-                self._ask(partial(_delete, key))
+            if self._compared.pop(key):  # this rank has written it
+                self._request(partial(_delete, key))
         for key in keys.keys() - self._compared.keys():
             journal, (number, name, _) = keys[key].journal, keys[key].operation
             mine = json.dumps([self.rank, name.decode()])
-            first = self._ask(partial(_first, key, mine))
+            first = self._request(partial(_write_first, key, mine))
             if first is None:
                 return
             self._compared[key] = first == mine
@@ -240,25 +240,25 @@ class Watch:
                 return
 
     def _conclude(self) -> None:
-        """Tell where this rank is, hear where the others are, and let this rank's waits end."""
-        word = self._word()
+        """Write the status of this rank, get the message, and end the waits of this rank."""
+        status = self._status()
         message = ""
-        told = False
+        is_written = False
         for key, patience in ((_ALARM, _ANSWER), (_SECOND_ALARM, _MESSAGE)):
             mine = json.dumps([self.rank, self._reason])
-            first = self._ask(partial(_first, key, mine))
-            if not told:
-                told = True
-                ended = {rank: state for rank, state in self._states().items() if state in ("ended", "stopped")}
-                self._tell(f"word/{self.rank}", json.dumps([word, ended]))
-                self._ask(lambda store: store.add("told", 1))
+            first = self._request(partial(_write_first, key, mine))
+            if not is_written:
+                is_written = True
+                ended = {rank: state for rank, state in self._processes().items() if state in ("ended", "stopped")}
+                self._write(f"status/{self.rank}", json.dumps([status, ended]))
+                self._request(lambda store: store.add("statuses", 1))
             if first is None:
                 break
             reporter, self._reason = json.loads(first)
-            message = self._report(patience) if reporter == self.rank else self._hear(patience + _MESSAGE)
+            message = self._report(patience) if reporter == self.rank else self._read_message(patience + _MESSAGE)
             if message:
                 break
-        message = message or describe(self._reason, {self.rank: word}, self._states(), self.size)
+        message = message or describe(self._reason, {self.rank: status}, self._processes(), self.size)
         folder = Path(os.environ.get("BMT_FAULT_DIR", tempfile.gettempdir()))
         path = folder / f"bmt-fault-rank{self.rank}-{os.getpid()}.txt"
         try:
@@ -284,61 +284,62 @@ class Watch:
         os._exit(1)
 
     def _report(self, patience: float) -> str:
-        """Read where all ranks are, and write the message; nothing where the store is lost."""
+        """Read the statuses of all ranks and write the message; "" if the store is lost."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and self._store is not None:
-            told = self._ask(lambda store: store.add("told", 0)) or 0
-            ended = [rank for rank, state in self._states().items() if state == "ended"]
-            silent = self._missing(f"word/{rank}" for rank in ended) or []
-            if told + len(silent) >= self.size:
+            written = self._request(lambda store: store.add("statuses", 0)) or 0
+            ended = [rank for rank, state in self._processes().items() if state == "ended"]
+            silent = self._missing(f"status/{rank}" for rank in ended) or []
+            if written + len(silent) >= self.size:
                 break
             time.sleep(_PAUSE)
-        words, states = self._words()
+        statuses, processes = self._read_statuses()
         if self._store is None:
             return ""
-        message = describe(self._reason, words, states, self.size)
-        self._tell("message", message)
+        message = describe(self._reason, statuses, processes, self.size)
+        self._write("message", message)
         return message
 
-    def _words(self) -> tuple[dict[int, Word], dict[int, str]]:
-        """What the ranks have told about themselves, and the states of the processes, as far as they are known."""
-        keys = [f"word/{rank}" for rank in range(self.size)]
+    def _read_statuses(self) -> tuple[dict[int, Status], dict[int, str]]:
+        """The statuses of the ranks, and the states of their processes, as far as they are known."""
+        keys = [f"status/{rank}" for rank in range(self.size)]
         absent = self._missing(keys) or []
-        told = sorted(set(range(self.size)) - set(absent))
-        read = self._ask(lambda store: read_many(store, [keys[rank] for rank in told])) or []
-        words: dict[int, Word] = {}
-        states: dict[int, str] = {}
-        for rank, (word, ended) in zip(told, map(json.loads, read)):
-            words[rank] = word
-            states.update({int(other): state for other, state in ended.items()})
-        states.update(self._states())
+        present = sorted(set(range(self.size)) - set(absent))
+        read = self._request(lambda store: read_many(store, [keys[rank] for rank in present])) or []
+        statuses: dict[int, Status] = {}
+        processes: dict[int, str] = {}
+        for rank, (status, ended) in zip(present, map(json.loads, read)):
+            statuses[rank] = status
+            processes.update({int(other): state for other, state in ended.items()})
+        processes.update(self._processes())
         alive = self._missing(f"left/{rank}" for rank in absent)
-        states.update({rank: "ended" for index, rank in enumerate(absent) if alive is not None and index not in alive})
-        return words, states
+        if alive is not None:
+            processes.update({rank: "ended" for index, rank in enumerate(absent) if index not in alive})
+        return statuses, processes
 
-    def _hear(self, patience: float) -> str:
-        """The message of the rank that writes it; nothing where it does not come."""
+    def _read_message(self, patience: float) -> str:
+        """The message of the reporter; "" if it does not come within ``patience`` seconds."""
         pause = max(_PAUSE, self.size * 1e-4)  # the store serves all ranks
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and self._store is not None:
             message = self._read("message")
             if message is not None:
-                self._ask(lambda store: store.add("heard", 1))
+                self._request(lambda store: store.add("readers", 1))
                 return message
             time.sleep(pause)
         return ""
 
     def _wait_for_readers(self) -> None:
-        """This process may keep the store, in which the others still read."""
+        """Wait until the other ranks have read the message: this process may keep the store."""
         deadline = time.monotonic() + _MESSAGE
         while time.monotonic() < deadline and self._store is not None:
-            told = self._ask(lambda store: store.add("told", 0)) or 0
-            if (self._ask(lambda store: store.add("heard", 0)) or 0) >= told - 1:
+            written = self._request(lambda store: store.add("statuses", 0)) or 0
+            if (self._request(lambda store: store.add("readers", 0)) or 0) >= written - 1:
                 return
             time.sleep(_PAUSE)
 
-    def _ask(self, request: Callable[[Any], T]) -> T | None:
-        """The answer of the store; None where there is no store any more."""
+    def _request(self, request: Callable[[Any], T]) -> T | None:
+        """The answer of the store; None if the store is lost."""
         if self._store is None:
             return None
         try:
@@ -348,19 +349,19 @@ class Watch:
             return None
 
     def _missing(self, keys: Iterable[str]) -> list[int] | None:
-        wanted = list(keys)
-        return self._ask(lambda store: missing(store, wanted))
+        listed = list(keys)
+        return self._request(lambda store: missing(store, listed))
 
     def _read(self, key: str) -> str | None:
-        """A value from the store; None where there is none."""
-        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+        """A value from the store; None if there is none."""
+        return self._request(lambda store: store.get(key).decode() if store.check([key]) else None)
 
-    def _tell(self, key: str, value: str) -> None:
-        self._ask(lambda store: store.set(key, value))
+    def _write(self, key: str, value: str) -> None:
+        self._request(lambda store: store.set(key, value))
 
 
-def _first(key: str, mine: str, store: Any) -> str:
-    """What the first rank has written, which is this one where none was before."""
+def _write_first(key: str, mine: str, store: Any) -> str:
+    """Write ``mine`` unless another rank has written before; returns the value of the first rank."""
     return str(store.compare_set(key, "", mine).decode())
 
 
@@ -380,7 +381,7 @@ def start(
 
 
 def stop(leaves: bool) -> None:
-    """Watch this rank no more. ``leaves``: it ends as it should."""
+    """Stop watching this rank. ``leaves``: it ends without a failure."""
     global _current
     watch, _current = _current, None
     if watch is not None and os.getpid() == watch.peers[watch.rank].process:
@@ -388,24 +389,24 @@ def stop(leaves: bool) -> None:
 
 
 def explained(error: Exception) -> Exception:
-    """What a wait is to raise in place of the error by which it has failed."""
+    """The exception that a wait is to raise in place of the error with which it has failed."""
     watch = _current
     if watch is None or isinstance(error, RankFailureError):
         return error
     if type(error) is RuntimeError or isinstance(error, dist.DistError):
         return watch.explain(error)
-    # Errors of classes of their own tell what is wrong, but not that an exception has taken a rank elsewhere.
+    # Errors of other classes say what is wrong, but not whether an exception on another rank is the cause.
     return watch.explain_by_another(error)
 
 
-_connection: tuple[object, Any] | None = None  # the last one, and what it leads to
+_connection: tuple[object, Any] | None = None  # the last one: its target, and the store
 
 
 def _own_connection(store: Any, rank: int) -> Any:
-    """The store over a connection of its own, which does not wait for what other threads do.
+    """The store over a separate connection, which does not wait for requests of other threads.
 
-    A process that meets others again at the same store keeps its connection: a new one makes the store look up the name
-    of this host, which takes seconds where name service is bad.
+    A process that uses the same store again keeps its connection. A new one would make the store look up the name of
+    this host, which takes seconds if the name service is slow.
     """
     global _connection
     base = store
@@ -434,7 +435,7 @@ _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def _line_of_user(frame: FrameType | None) -> str:
-    """The innermost line that is not of a library."""
+    """The innermost line of code that is not in a library."""
     innermost = frame
     while frame is not None:
         module = frame.f_globals.get("__name__", "").partition(".")[0]

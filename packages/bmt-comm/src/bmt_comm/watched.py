@@ -1,4 +1,4 @@
-"""Operations whose waits the watch of this process knows of."""
+"""Operations whose waits are recorded for the watch of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .work import Work
 
 
 class Watched:
-    """An operation in flight; while it is waited for, the watch knows."""
+    """An operation in flight, whose waits are recorded for the watch."""
 
     __slots__ = ("_journal", "_operation", "_peers", "_work")
 
@@ -21,10 +21,10 @@ class Watched:
         try:
             self._work.wait()
         except RuntimeError as error:
-            better = explained(error)
-            if better is error:
+            explanation = explained(error)
+            if explanation is error:
                 raise
-            raise better from error
+            raise explanation from error
         finally:
             end_wait(self._journal)
 

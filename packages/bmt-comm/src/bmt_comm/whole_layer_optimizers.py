@@ -1,4 +1,4 @@
-"""Optimizers that compute with whole layers are refused on parts of parameters."""
+"""Refuse optimizers that compute with logical parameters on parameters that are sharded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _REFUSED = {
     ("torch", "Muon"): "bmt_optim.Muon",
     ("transformers", "Adafactor"): "bmt_optim.DistributedAdafactor",
 }
-"""By the library and the name of the class: what to use instead."""
+"""What to use instead, by the library and the name of the class."""
 _SEEN = "_bmt_parameters_seen"
 
 _watching = False
 
 
 def refuse_whole_layer_optimizers() -> None:
-    """Let steps of such optimizers raise TypeError, from now on, where other ranks have other parts of a parameter."""
+    """From now on, steps of such optimizers raise TypeError if other ranks have other parts of a parameter."""
     global _watching
     if not _watching:
         _watching = True

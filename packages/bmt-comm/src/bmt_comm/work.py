@@ -7,18 +7,17 @@ from typing import Any, Protocol
 
 
 class Work(Protocol):
-    """A collective in flight. ``wait`` makes its result usable: on CUDA by the current stream, on CPU by
-    the host."""
+    """A collective in flight. ``wait`` makes its result usable: on CUDA by the current stream, on CPU by the host."""
 
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool:
-        """Whether it has been done, without waiting. On CPU it is known only to those that have waited."""
+        """Whether it is done, without waiting. On CPU it is known only after a wait."""
         ...
 
 
 class _Done:
-    """A collective that needed no communication."""
+    """A collective that is done."""
 
     def wait(self) -> None:
         return None
@@ -31,13 +30,13 @@ DONE: Work = _Done()
 
 
 class Pending:
-    """Works of the backend that make up one collective, and what is to be done once they have all arrived.
+    """Works of the backend that make up one collective, and a function to call when they are done.
 
     Args:
         works: of the backend.
-        finish: called once, in the first ``wait`` that gets so far.
-        keep: buffers that are read or written until then.
-        cancel: called when a wait ends with an exception, which also lets what is still under way end.
+        finish: called once, in the first ``wait`` in which all works are done.
+        keep: buffers that are kept alive until then.
+        cancel: called when a wait ends with an exception; ends the works that are still under way.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Pending:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        # What has failed stays, so that waiting again neither passes for success nor takes the time-out again.
+        # The error is kept, so that a second wait neither succeeds nor takes the time-out again.
         if self._error is not None:
             raise self._error
         while self._works:

@@ -115,8 +115,8 @@ BMT_INLINE AdamFactors<V> spread_factors(const AdamScalars& s, Spread spread) {
           spread(s.eps),             spread(s.step_size),    spread(s.direction_factor)};
 }
 
-// Returns the direction of the step, m / (1 - beta1^step) / (sqrt(v) / sqrt(1 - beta2^step) + eps), for statistics;
-// where nobody looks at it, and with a constant update of false, the compiler leaves its computation out.
+// Returns the direction of the step, m / (1 - beta1^step) / (sqrt(v) / sqrt(1 - beta2^step) + eps), for statistics.
+// If the result is not used, and update is the constant false, the compiler eliminates its computation.
 template <class V>
 BMT_INLINE V adam_element(V& weight, V& exp_avg, V& exp_avg_sq, V grad, const AdamFactors<V>& f, bool decoupled,
                           bool update) {

@@ -96,7 +96,7 @@ BMT_INLINE V factored_residual(V exp_avg, V update, V eps) {
 struct FactoredTiles {
   int64_t down;   // tiles in a column
   int64_t along;  // tiles in a row
-  int64_t count;  // in the whole tensor
+  int64_t count;  // tiles in the tensor
 };
 
 BMT_INLINE FactoredTiles tiles_of(const FactoredRow& row, int64_t tile_rows, int64_t tile_cols) {

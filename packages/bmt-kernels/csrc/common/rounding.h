@@ -1,7 +1,7 @@
 // Stochastic rounding from fp32 to half precision: the arithmetic, written once.
 //
-// A number between two neighbours becomes the upper one with a probability of how near it is. The random bits are a hash
-// of a seed and of the element's index in the logical tensor, so that they do not depend on who holds the element.
+// A number between two neighbours is rounded up with probability (number - lower) / (upper - lower). The random bits
+// are a hash of a seed and of the element's index in the logical tensor, so they do not depend on the sharding.
 #pragma once
 
 #if !defined(__CUDACC__)

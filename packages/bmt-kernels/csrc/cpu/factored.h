@@ -6,7 +6,7 @@
 
 namespace bmt {
 
-// A tile's partial sums and column factors stay in the first-level cache; most matrices' rows are in it whole.
+// A tile's partial sums and column factors stay in the first-level cache; most matrices' rows fit in it.
 constexpr int64_t kFactoredTileRows = 64;
 constexpr int64_t kFactoredTileCols = 4096;
 // Where nothing is summed, rows are followed to their end: memory is streamed through in its order.

@@ -1,5 +1,5 @@
-// Averages of factored second moments of matrices that are cut between ranks: what a rank gives to the sums of all, and
-// the averages and factors that come out of these. Packing, for CUDA too, and the work on the CPU.
+// Averages of factored second moments of matrices that are sharded over ranks: a rank's contribution to the sums of all
+// ranks, and the averages and factors from these sums. Packing, for CUDA too, and the work on the CPU.
 #include <algorithm>
 #include <vector>
 

@@ -21,8 +21,8 @@ constexpr TileSize kUpdateTile{kFactoredUpdateRows, kFactoredUpdateCols};
 
 inline FactoredTiles sum_tiles(const FactoredRow& row) { return tiles_of(row, kSumTile.rows, kSumTile.cols); }
 
-// All tiles of all rows, laid end to end, are cut into `parts` pieces of nearly as many elements;
-// visit(row_number, tile_number, tile) is called for those of piece `part`.
+// All tiles of all rows, end to end, are split into `parts` ranges with nearly the same number of elements;
+// visit(row_number, tile_number, tile) is called for the tiles of range `part`.
 template <class Visit>
 void visit_tiles(const std::vector<FactoredRow>& rows, TileSize size, int64_t total, int part, int parts,
                  const Visit& visit) {

@@ -32,7 +32,7 @@ constexpr int64_t kBell = 64;            // where a process's bell lies in its m
 constexpr int64_t kMailboxes = 256;      // where its mailboxes begin
 constexpr uint32_t kEntries = 4096;      // of a mailbox: messages to one process that it has not received
 constexpr int64_t kPiece = 256 << 10;    // bytes that are copied at a time
-constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, where there is no room for it as a whole
+constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, if there is no room for all of it
 constexpr int64_t kKept = 64 << 20;      // bytes that stay with the process when messages are gone, of all its groups
 constexpr int kAny = -1;
 
@@ -103,7 +103,7 @@ std::atomic<int64_t> kept_by_all{0};
 class Messages {
  public:
   // `memories`: by rank, where each process's memory begins. Its data begins after `header` bytes: a window for each
-  // process, and `stage` bytes for messages as a whole.
+  // process, and `stage` bytes for complete messages.
   Messages(int rank, const std::vector<int64_t>& memories, int64_t header, int64_t stage)
       : rank_(rank), size_(static_cast<int>(memories.size())), header_(header), stage_(stage) {
     for (int64_t memory : memories) memories_.push_back(address<char>(memory));
@@ -241,8 +241,8 @@ class Messages {
     offer(receive.source, {receive.place, receive.entry});
   }
 
-  // These processes send and receive no more. What they have sent as a whole arrives. Their other messages are done, as
-  // are receives from any process if all others have gone.
+  // These processes send and receive no more. Messages that they have sent completely arrive. Their other messages end,
+  // as do receives from any process if all others have gone.
   void lose(const std::vector<int>& ranks) {
     const Locked locked(mutex_);
     ++calls_;
@@ -621,7 +621,7 @@ class Messages {
   const int64_t header_, stage_;
   std::vector<char*> memories_;
   std::vector<Peer> peers_;
-  std::list<Entry*> staged_;    // whose data lies in the stage as a whole, in the order of places
+  std::list<Entry*> staged_;    // whose data lies completely in the stage, in the order of places
   std::list<Receive> posted_;   // for which no message has come, in the order of the calls
   std::list<Receive> active_;   // which have a message
   std::unordered_set<int64_t> pending_;

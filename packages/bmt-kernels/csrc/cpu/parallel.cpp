@@ -64,7 +64,7 @@ void run_parts(int threads, void (*body)(void*, int, int), void* context) {
   try {
     for (; started < threads; ++started) helpers.emplace_back(body, context, started, threads);
   } catch (...) {
-    // No more threads to be had: this one does the parts that found none.
+    // No more threads can be started: this one does the remaining parts.
   }
   body(context, 0, threads);
   for (int part = started; part < threads; ++part) body(context, part, threads);

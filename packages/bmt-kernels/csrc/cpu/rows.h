@@ -20,9 +20,9 @@ inline int useful_threads(int64_t total, int threads) {
   return static_cast<int>(std::clamp<int64_t>(total / kGrain, 1, std::max(threads, 1)));
 }
 
-// All rows laid end to end are cut into `parts` nearly equal pieces; visit(row, begin, end) is called for what
-// lies in piece `part` of each row. Cuts fall on multiples of kUnit elements within a row; with 64, no two threads
-// write to one cache line of an aligned tensor. A row is cut at most where a piece ends, so every thread
+// All rows, end to end, are split into `parts` ranges of nearly equal length; visit(row, begin, end) is called for the
+// elements of each row that are in range `part`. Ranges begin at multiples of kUnit elements within a row; with 64, no
+// two threads write to one cache line of an aligned tensor. A row is split only where a range ends, so every thread
 // streams through long contiguous stretches.
 template <int64_t kUnit = 64, class Row, class Visit>
 void visit_part(const Row* rows, int64_t count, int64_t total, int part, int parts, Visit visit) {
@@ -57,7 +57,7 @@ int64_t total_blocks(const Row* rows, int64_t count) {
   return total;
 }
 
-// Calls visit(row, begin, end, block) for the blocks of all rows that are in piece `part`; `block` counts through
+// Calls visit(row, begin, end, block) for the blocks of all rows that are in range `part`; `block` counts through
 // all rows.
 template <class Row, class Visit>
 void visit_blocks(const Row* rows, int64_t count, int64_t blocks, int part, int parts, Visit visit) {

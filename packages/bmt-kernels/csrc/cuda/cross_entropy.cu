@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kThreads)
                          normalizers + rows.rows + row);
 }
 
-// The logits and the gradient may be the same memory: a thread reads an element before it writes it, and nobody else
-// reads it. Hence no __restrict__.
+// The logits and the gradient may be the same memory: a thread reads an element before it writes it, and no other
+// thread reads it. Hence no __restrict__.
 template <class Type, int kSums, int N>
 __device__ __forceinline__ void gradient_elements(const typename Type::Storage* x, typename Type::Storage* to,
                                                   const float* weights, int64_t i, const GradientRow& row) {

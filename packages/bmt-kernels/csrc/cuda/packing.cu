@@ -7,11 +7,11 @@
 namespace bmt {
 namespace {
 
-// Who has a block: a warp that keeps 256 values in registers; a warp, or a whole thread block, that reads any number of
-// values twice, the second time from the caches.
+// The threads for a block: a warp that keeps 256 values in registers; or a warp, or an entire thread block, that reads
+// any number of values twice, the second time from the caches.
 enum Group { kLanes, kWarp, kThreadBlock, kGroups };
 
-constexpr int64_t kWarpBlock = 2048;  // longer blocks take a whole thread block
+constexpr int64_t kWarpBlock = 2048;  // longer blocks take an entire thread block
 
 template <int kGroup>
 constexpr int kGroupThreads = kGroup == kThreadBlock ? kThreads : 32;

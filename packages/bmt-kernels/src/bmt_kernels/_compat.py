@@ -25,7 +25,7 @@ def _find_increment_version() -> Callable[[Sequence[Tensor]], None]:
 
 
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-"""Whether the backward that is running leaves the graph for another one; True where that cannot be told."""
+"""Whether the backward that is running keeps the graph for another one; True if torch cannot say."""
 
 
 def cuda_driver_version() -> tuple[int, int]:

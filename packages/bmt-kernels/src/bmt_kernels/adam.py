@@ -73,10 +73,10 @@ def adam_step(
             parameters get copies rounded to nearest, ties to even. None for a float32 parameter. Without a master,
             a half-precision parameter is itself updated, in fp32, and rounded.
         grad_scale: what the gradients were multiplied by (the loss scale), positive.
-        grad_factor: a float32 tensor by which the gradients are multiplied besides, such as a clip coefficient.
+        grad_factor: a float32 tensor by which the gradients are also multiplied, such as a clip coefficient.
         decoupled: decay the weights (AdamW) rather than add an L2 term to the gradients (Adam).
         maximize: ascend rather than descend.
-        hold_steps: up to this step only the moments move, and the weights stay where they are.
+        hold_steps: up to this step only the moments are updated, and the weights stay unchanged.
         found_inf: a float32 tensor. If it is not zero, nothing changes.
         delta_stats: a float64 tensor of shape (2,), to which the sum of d over all elements of all tensors and the
             sum of d * d are added, held weights included. The sums do not depend on the number of threads; between
@@ -139,7 +139,7 @@ def adam_step(
         lr = _checked("lr", lr, 0.0)
     if isinstance(step, Tensor):
         check_flag("step", step, needed, _NUMBERS)
-        step = _whole(step.item()) if step.device.type == "cpu" else step
+        step = _checked_integer(step.item()) if step.device.type == "cpu" else step
     if not isinstance(step, Tensor):
         _checked_count("step", step, 1)
     if not rows:
@@ -180,7 +180,7 @@ def adam_step(
             delta_stats=delta_stats,
         )
         return  # PyTorch has counted its own writes
-    # The moments are nobody's leaves: only weights can have been saved for a backward.
+    # Only weights can have been saved for a backward: the moments are not part of a graph.
     if isinstance(step, Tensor) or step > hold_steps:
         increment_version(params)
         if masters is not None:
@@ -242,7 +242,7 @@ def _checked_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value}; {'steps count from 1' if least else 'it must not be negative'}")
 
 
-def _whole(value: float) -> int:
+def _checked_integer(value: float) -> int:
     if not float(value).is_integer():
         raise ValueError(f"step is {value}; it must be a whole number")
     return int(value)

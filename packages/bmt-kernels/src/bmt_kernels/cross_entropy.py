@@ -1,6 +1,6 @@
-"""Cross entropy of logits and class indices that keeps nothing of the logits' size for the backward.
+"""Cross entropy of logits and class indices. It saves no further tensor of the logits' size for the backward.
 
-The logits may be whole or, split by columns over ranks, this rank's part of the vocabulary.
+The logits may be complete, or a column-wise shard: this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -90,21 +90,21 @@ def parallel_cross_entropy(
     label_smoothing: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """`cross_entropy` of logits whose columns are split over ranks; every rank gets the same bits of the whole loss.
+    """`cross_entropy` of logits that are sharded column-wise; every rank gets the same loss, to the bit.
 
     One small collective in forward and none in backward. The ranks' losses are copies of one loss: the gradient is
     that of the one loss with respect to this rank's columns.
 
     Args:
-        logits: (N, V_local), columns `vocab_start` to ``vocab_start + V_local`` of the whole; V_local may be 0.
-        target: (N,), classes of the whole vocabulary, the same on every rank.
+        logits: (N, V_local), columns `vocab_start` to ``vocab_start + V_local`` of the vocabulary; V_local may be 0.
+        target: (N,), classes of the full vocabulary, the same on every rank.
         gather: the caller's all-gather. It is given this rank's statistics, a contiguous (K, N) tensor with K = 3, or 4
             with label smoothing (largest logit, sum of exponentials shifted by it, the target's logit or 0, weighted
             sum of the logits), and returns those of all ranks stacked in rank order, (ranks, K, N). float32, or
             float64 for float64 logits.
         vocab_start: the class of column 0.
         vocab_size: the number of classes on all ranks together.
-        weight: (vocab_size,), the whole of it on every rank.
+        weight: (vocab_size,), not sharded.
         ignore_index, reduction, label_smoothing, inplace_backward: as for `cross_entropy`.
 
     Raises:

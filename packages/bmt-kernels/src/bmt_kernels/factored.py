@@ -1,11 +1,12 @@
-"""Factored second moments: the passes over memory of Adafactor and CAME, for matrices that may be parts of larger ones.
+"""Factored second moments: the passes over memory of Adafactor and CAME, for matrices that may be sharded.
 
-An optimizer with factored second moments needs sums of squares over whole rows and columns, and the mean square of
-its update, in the middle of its step. Where a rank holds only some rows or columns of a matrix, those sums have to
-travel between ranks. So a step is cut there: each function is one pass over the local part of every matrix, and what
-lies between two passes is small (a row's and a column's worth of numbers), stays on the device and is the caller's.
+In the middle of its step, an optimizer with factored second moments needs sums of squares over the rows and columns of
+the logical matrix, and the mean square of its update. If a rank holds only some rows or columns of a matrix, the ranks
+must add up their sums. So a step is split there: each function is one pass over the local part of every matrix. The
+caller computes what lies between two passes. It is small (one number for each row and each column) and stays on the
+device.
 
-With R x C the size of the whole matrix and ``sum`` over the ranks that hold parts of it::
+With R x C the size of the logical matrix and ``sum`` over the ranks that hold parts of it::
 
     Adafactor                                                 CAME
     factored_square_sums -> sum rows, columns                 the same
@@ -18,8 +19,8 @@ With R x C the size of the whole matrix and ``sum`` over the ranks that hold par
                                                               -> sum rows, columns; factors from them, as above
                                                               factored_update(grads=exp_avgs, step_sizes = lr)
 
-In `factored_square_sums` and `factored_residual_square_sums` every element brings its own eps, so the sums over ranks
-are right without further thought. Results do not depend on the number of threads.
+`factored_square_sums` and `factored_residual_square_sums` add eps to every element, so sums over ranks need no
+correction. Results do not depend on the number of threads.
 
 Source: Shazeer & Stern, arXiv:1804.04235, algorithms 4 and 5; Luo et al., arXiv:2307.02047, algorithm 2.
 """
@@ -57,8 +58,8 @@ def factored_square_sums(
         col_sums[j] = sum over i of g[i, j]^2 + eps
 
     Args:
-        grads: float32, bfloat16 or float16, each of shape (*batch, R, C): a matrix, or a batch of them, each by
-            itself. All on one device. Only read; copied if not contiguous.
+        grads: float32, bfloat16 or float16, each of shape (*batch, R, C): a matrix, or a batch of separate
+            matrices. All on one device. Only read; copied if not contiguous.
         row_sums: float32, (*batch, R), contiguous. Written; zero where C is zero.
         col_sums: float32, (*batch, C), contiguous. Written; zero where R is zero.
         eps: added to each square, not negative.
@@ -177,7 +178,7 @@ def factored_residual_square_sums(
     grad_factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Move CAME's first moments, and sum how far the updates are from them over every row and every column.
+    """Update CAME's first moments, and sum the squared differences to the updates over every row and every column.
 
     For matrix k, in fp32::
 
@@ -412,7 +413,7 @@ def _eager_update(
     grad_factor: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """`factored_update` with the masters as a registered operation can take them: those there are, and whose."""
+    """`factored_update` with the masters as a registered operation takes them: without gaps, and their indices."""
     every: list[Tensor | None] = [None] * len(params)
     for i, master in zip(with_master, masters):
         every[i] = master

@@ -1,8 +1,8 @@
-"""Averages of factored second moments, of matrices that are cut between ranks.
+"""Averages of factored second moments, of matrices that are sharded over ranks.
 
-Between the passes of :mod:`bmt_kernels.factored` ranks add up what each has found in its rows and columns. A rank has
-some rows of a matrix, or all of them; of each row it has the average over time of the mean of the row's squares, and
-of each column likewise. Everything that ranks send each other is one vector, with the matrices end to end.
+Between the passes of :mod:`bmt_kernels.factored`, ranks add up their sums over rows and columns. A rank has some or all
+rows of a matrix. It has, for each of these rows, the average over time of the mean of the row's squares, and the same
+for each column. Ranks exchange one vector, with the sums of all matrices end to end.
 """
 
 from __future__ import annotations
@@ -61,27 +61,28 @@ def factored_averages(
     widths: Sequence[int],
     decay: float,
 ) -> None:
-    """Move the averages, and find the factors of which the products are 1 / sqrt(average of an element).
+    """Update the averages, and compute the factors; row factor * column factor = 1 / sqrt(average of the element).
 
     For each matrix, with the sums of all ranks::
 
         r = decay * r + (1 - decay) * row_sums / width            row_averages
         c = decay * c + (1 - decay) * col_sums / height           col_averages
-        mean = decay * before / height + (1 - decay) * totals / (height * width)      which is the mean of all r
+        mean = decay * before / height + (1 - decay) * totals / (height * width)      the mean of all r
         row_factors = 1 / sqrt(r / mean)
         col_factors = 1 / sqrt(c)
 
-    Col_averages beyond those of row_averages are of matrices without row averages: they have column factors.
+    Entries of col_averages beyond the length of row_averages belong to matrices without row averages, which get only
+    column factors.
 
     Args:
         row_averages: float32, (*batch, R) each, contiguous. Written.
         col_averages: float32, (*batch, C) each, contiguous. Written.
-        row_sums, col_sums: float32, vectors of what the averages have, end to end. Only read.
-        totals, before: what :func:`factored_totals` found, added up over the ranks. Only read.
-        row_factors, col_factors: float32, vectors, contiguous, at least as long as row_sums and col_sums; what is
-            longer becomes 1. They may be the memory of row_sums and col_sums. Written.
-        heights: how many rows there are on all ranks: one number for each of col_averages.
-        widths: how many columns there are on all ranks: one number for each of row_averages.
+        row_sums, col_sums: float32, vectors with an element for each of the averages, end to end. Only read.
+        totals, before: the results of :func:`factored_totals`, added up over the ranks. Only read.
+        row_factors, col_factors: float32, vectors, contiguous, at least as long as row_sums and col_sums; further
+            elements become 1. They may be the memory of row_sums and col_sums. Written.
+        heights: the number of rows on all ranks together, for each of col_averages.
+        widths: the number of columns on all ranks together, for each of row_averages.
         decay: as in the formula, from 0 to 1.
 
     Raises:
@@ -89,7 +90,8 @@ def factored_averages(
         ValueError: tensors do not fit each other, are not contiguous, or overlap what is written; a number out of
             range.
 
-    Source: Shazeer & Stern, arXiv:1804.04235, algorithm 4; the mean of r is linear in r, so it is found of the parts.
+    Source: Shazeer & Stern, arXiv:1804.04235, algorithm 4; the mean of r is linear in r, so it follows from the sums of
+    the ranks.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay is {decay}; it must be from 0 to 1")
@@ -149,7 +151,7 @@ def _device(name: str, averages: Sequence[Tensor], vector: Tensor) -> torch.devi
 
 
 def _launched(operation: str, device: torch.device, arguments: Sequence[object], *numbers: float) -> bool:
-    """Whether a kernel does it; none does where the compiled module declines to pack what is unusual, or wrong."""
+    """Run a kernel if there is one; returns whether it ran. It does not for arguments that are unusual, or wrong."""
     code = _DLPACK_DEVICES.get(device.type)
     if tracing() or _native.cpu_module is None or code is None:
         return False
@@ -221,12 +223,12 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _totals(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sums over the last dimension, of numbers that are not negative."""
+    """The sums over the last dimension; the numbers are not negative."""
     if not rows:
         return torch.empty_like(like)
     vectors = [r for r in rows if r.dim() == 1]
-    found = iter(torch._foreach_norm(vectors, 1) if vectors else [])  # a launch for all of them
-    return _flat([next(found) if r.dim() == 1 else r.sum(-1) for r in rows])
+    vector_sums = iter(torch._foreach_norm(vectors, 1) if vectors else [])  # in one launch
+    return _flat([next(vector_sums) if r.dim() == 1 else r.sum(-1) for r in rows])
 
 
 def _move(averages: Sequence[Tensor], sums: Tensor, counts: Sequence[int], decay: float) -> None:

@@ -31,7 +31,7 @@ def lamb_moments(
     grad_factor: Tensor | None = None,
     directions: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Move the moments, and add up the squares of weights and directions. The first pass of a LAMB step.
+    """Update the moments, and add up the squares of weights and directions. The first pass of a LAMB step.
 
     For each i, in fp32, with g = grad / grad_scale * grad_factor and t = step::
 
@@ -39,9 +39,10 @@ def lamb_moments(
         v  = beta2 * v + (1 - beta2) * g * g        exp_avg_sqs[i]
         r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * p
 
-    without the divisions by 1 - beta^t if there is no bias correction. r is not kept unless there is room for it:
-    `lamb_update` computes the same again. From the sums, added up over the ranks that hold parts of a tensor, follows
-    its rate lr * ‖p‖ / ‖r‖; a step reads and writes 40 bytes per fp32 element, where Adam's moves 28.
+    without the divisions by 1 - beta^t if there is no bias correction. Without `directions`, r is not kept, and
+    `lamb_update` computes it again. The caller adds up the sums over the ranks that hold parts of a tensor, and
+    computes the tensor's rate: lr times the trust ratio ‖p‖ / ‖r‖. A step reads and writes 40 bytes per fp32 element;
+    a step of Adam 28.
 
     Infinities and NaN propagate as in IEEE arithmetic, and subnormal numbers are kept. All the tensors of index i
     have one shape and are on one device, the same for all i; they are contiguous, or dense with equal strides.
@@ -60,8 +61,8 @@ def lamb_moments(
         grad_scale: what the gradients were multiplied by (the loss scale), positive.
         grad_factor: a float32 tensor with one element, on the same device, by which the gradients are multiplied
             besides, such as a clip coefficient.
-        directions: float32, room for r, which `lamb_update` then reads on the CPU. That is faster where the tensors of
-            a call stay in the caches between the passes. Other devices leave it as it is. Not for `torch.compile`.
+        directions: float32, memory for r, which `lamb_update` then reads on the CPU. That is faster if the tensors of
+            a call stay in the caches between the passes. Not used on other devices. Not for `torch.compile`.
 
     Returns:
         float64 of shape (number of parameters, 2), on the device: Σp² and Σr² of each, 0 of an empty one. They do not
@@ -111,7 +112,7 @@ def lamb_moments(
             grad_scale=grad_scale,
             grad_factor=grad_factor,
         )
-    return sums  # the moments are nobody's leaves: no backward can have saved them
+    return sums  # no backward can have saved the moments: they are not part of a graph
 
 
 def lamb_update(
@@ -130,8 +131,8 @@ def lamb_update(
 ) -> None:
     """Subtract rates[i] * r from every parameter, with the r of `lamb_moments`. The second pass of a LAMB step.
 
-    r is computed again from the moments and the weights, which are to be as `lamb_moments` left them, and the numbers
-    those that it was given. The tensors are as there, and what else is said there holds here.
+    r is computed again from the moments and the weights, which must be unchanged since `lamb_moments`, and with the
+    same numbers. The requirements on the tensors are the same.
 
     Args:
         params: float32, bfloat16 or float16. Written.
@@ -141,7 +142,7 @@ def lamb_update(
         masters: float32 master weights of bfloat16 and float16 parameters: the update is applied to them, and the
             parameters get copies rounded to nearest, ties to even. None for a float32 parameter. Without a master,
             a half-precision parameter is itself updated, in fp32, and rounded.
-        directions: what `lamb_moments` was given.
+        directions: as passed to `lamb_moments`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `lamb_moments`.

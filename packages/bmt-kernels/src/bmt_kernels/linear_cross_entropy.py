@@ -1,7 +1,7 @@
-"""Cross entropy of a linear layer's output, without ever holding that output.
+"""Cross entropy of a linear layer's output, without materializing that output.
 
-Tokens are taken in chunks: the logits of a chunk are made, turned into their own gradient where they lie, and
-multiplied into the gradients of the layer's input and weight before the next chunk takes their place.
+Tokens are processed in chunks. The logits of a chunk are computed, overwritten with their gradient, and multiplied into
+the gradients of the layer's input and weight. The next chunk reuses their memory.
 """
 
 from __future__ import annotations
@@ -127,22 +127,22 @@ def parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` with the vocabulary split over ranks; every rank gets the same bits of the whole loss.
+    """`linear_cross_entropy` with the vocabulary sharded over ranks; every rank gets the same loss, to the bit.
 
-    The statistics of all chunks are made first and gathered at once; then, where gradients are needed, the logits of
-    each chunk are made again. The ranks' losses are copies of one loss, of which these are the gradients; that of
-    `hidden` is this rank's part, from its own columns: **the caller adds it up over the ranks**, as the input of a
-    column-parallel layer needs anyway.
+    The statistics of all chunks are computed first and gathered at once. If gradients are needed, the logits of each
+    chunk are then computed again. The ranks' losses are copies of one loss, and the gradients are those of the one
+    loss. The gradient of `hidden` is this rank's part, from its columns: **the caller adds it up over the ranks**, as
+    for the input of any column-parallel layer.
 
     Args:
         hidden: (..., H), the same on every rank.
-        local_weight: (V_local, H), the rows of the whole weight for classes `vocab_start` to
+        local_weight: (V_local, H), the rows of the logical weight for classes `vocab_start` to
             ``vocab_start + V_local``; V_local may be 0.
-        target: (...), classes of the whole vocabulary, the same on every rank.
+        target: (...), classes of the full vocabulary, the same on every rank.
         gather: the caller's all-gather, as for `parallel_cross_entropy`, called once.
         local_bias: (V_local,).
         vocab_start, vocab_size: as for `parallel_cross_entropy`.
-        class_weight: (vocab_size,), the whole of it on every rank.
+        class_weight: (vocab_size,), not sharded.
         ignore_index, reduction, label_smoothing, chunk_size: as for `linear_cross_entropy`.
 
     Raises:

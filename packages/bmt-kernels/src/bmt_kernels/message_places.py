@@ -13,19 +13,19 @@ from typing import ClassVar
 
 _PAGE = mmap.PAGESIZE
 MOST_MESSAGES = 4096  # that not all processes have received, in one exchange
-_KEPT = 1 << 27  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
+_KEPT = 1 << 27  # bytes that the process keeps after messages are received, in all exchanges; others are released
 _adding = threading.Lock()  # to the set of all
 
 
 class MessagePlaces:
-    """The places of one exchange: what is free, what is reserved, and what messages take that not all have received.
+    """The places of one exchange: free, reserved, and taken by messages that not all processes have received.
 
-    Threads may use it at the same time: one that needs memory in its own exchange frees places in others.
+    Threads may use it at the same time: a thread that needs memory in one exchange frees places in others.
 
     Args:
-        capacity: bytes of the memory, in whole pages.
+        capacity: bytes of the memory, a multiple of the page size.
         is_received: whether all processes have received the message of a number.
-        give_back: lets the system have the memory between two places.
+        give_back: releases the memory between two places to the system.
     """
 
     _all: ClassVar[weakref.WeakSet[MessagePlaces]] = weakref.WeakSet()
@@ -149,7 +149,7 @@ class MessagePlaces:
         self.kept = max(self.kept, min(end, room // _PAGE * _PAGE))
 
     def _yield(self, wanted: int, part: int) -> int:
-        """Give back kept memory that another exchange needs, above ``part``, if nothing lies here; its bytes."""
+        """Release kept memory above ``part`` for another exchange, if no place is taken here; returns the bytes."""
         if not self._changing.acquire(blocking=False):
             return 0
         try:
@@ -175,5 +175,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def pages(size: int) -> int:
-    """``size`` in whole pages, one at least."""
+    """``size`` rounded up to a multiple of the page size, at least one page."""
     return max(1, -(-size // _PAGE)) * _PAGE

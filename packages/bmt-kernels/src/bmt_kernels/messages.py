@@ -1,27 +1,27 @@
 """Messages from one process to another of the same host, through memory that they share.
 
 [Note: mailboxes]
-    Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each
-    other process it has a *mailbox*: entries for 4096 messages, with their tags and sizes, that the other one has not
-    received. A message may keep its entry for as long as it likes: later ones take other entries. The other process
-    compares entries with the receives that were posted, in the order in which messages were sent, and marks in the
-    entry how far it has read. Whoever has changed something rings the *bell* of the other process, a counter on which
-    that one sleeps while it waits.
+    Each process owns memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each other
+    process it has a *mailbox*: entries for 4096 messages, with their tags and sizes, that the other process has not
+    received. A message may keep its entry for any time: later ones take other entries. The other process compares
+    entries with the receives that were posted, in the order in which messages were sent, and marks in the entry how far
+    it has read. A process that has changed an entry rings the *bell* of the other one, a counter on which that process
+    sleeps while it waits.
 
-    The other process does not see message 4097 until it has received one of the 4096 before it. A program that sends
-    more than that asynchronously, and waits for a later tag first, waits in vain; gloo has no such limit.
+    The other process does not see message 4097 until it has received one of the 4096 before it. A program hangs if it
+    sends more than that asynchronously and waits for a later tag first; gloo has no such limit.
 
-    A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB
-    for all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has
-    a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
-    wait for something in this exchange. So messages that nobody receives never stand in the way of others.
+    A message goes one of two ways. If there is room, its data is copied into the memory at once (the *stage*, 64 MiB
+    for all messages that others have not received), and the send is done. Otherwise there is only the entry. When the
+    receiver has a matching receive, the data goes through a *window* of 2 MiB, in parts that stay in the caches, while
+    both processes wait for something in this exchange. So messages that are not received never block others.
 
-    Memory that is not needed any more is given back when this process sends again, beyond 64 MiB that it keeps over
-    all exchanges of this kind.
+    Memory that is not needed any more is released when this process sends again, beyond 64 MiB that it keeps over all
+    exchanges of this kind.
 
-    What can be received and sent is while a process waits for a message or for a collective through shared memory, and
-    in every call that asks whether a message is done. [Note: progress without a wait] in
-    :mod:`bmt_kernels.progress_thread` says what happens otherwise.
+    Messages make progress while a process waits for a message or for a collective through shared memory, and in every
+    call that asks whether a message is done. [Note: progress without a wait] in :mod:`bmt_kernels.progress_thread`
+    describes the other cases.
 """
 
 from __future__ import annotations
@@ -95,23 +95,23 @@ class SharedMemoryMessages:
         own.words[TOKEN // 8] = self._token
         self._memories = {rank: own}
         self._native: Any = None
-        self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
-        self._ending = threading.RLock()  # works of it; whoever interrupts a thread may end some, too
+        self._unfinished: dict[int, MessageWork] = {}  # keeps them, and their tensors, alive
+        self._ending = threading.RLock()  # held while works end; a signal handler in the same thread may end some, too
         self._numbers = itertools.count(1)
-        self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
+        self._late: set[int] = set()  # ranks for which a wait has timed out: it does not wait for them again
         self._stopped = ""
         self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
         weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 
     @property
     def handle(self) -> tuple[int, int, int]:
-        """By which other processes find this one's memory: three integers below 2⁶²."""
+        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
         return os.getpid(), self._fd, self._token
 
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
-        """Map the memory of all processes, whose handles are given by rank; whether that has worked.
+        """Map the memory of all processes, whose handles are given by rank; returns whether that has worked.
 
-        It must have for every process before any of them sends.
+        It must have worked for every process before any of them sends.
         """
         memories = open_all(self._memories[self.rank], self.rank, handles, self._data_bytes, self._header_bytes)
         if memories is None:
@@ -125,12 +125,12 @@ class SharedMemoryMessages:
     def send(self, data: Tensor, peer: int, tag: int = 0, stage: bool = True) -> MessageWork | None:
         """Send ``data`` (CPU, contiguous), which must not change until the work is done; None: it is done.
 
-        ``stage``: put it into the memory at once, if there is room. Else, if it has more than 256 KiB, it goes when
-        the other process receives it and this one waits: less work for the processors than with room.
+        ``stage``: copy it into the memory at once, if there is room. Without ``stage``, more than 256 KiB are sent when
+        the other process receives and this one waits, which is less work for the processors.
         """
         self._check(data, peer)
         work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=False)
-        self._unfinished[work.number] = work  # before another thread can find that it is done
+        self._unfinished[work.number] = work  # before another thread can end it
         if self._native.send(work.number, data.data_ptr(), work.nbytes, peer, tag, stage):
             del self._unfinished[work.number]
             return None
@@ -161,15 +161,15 @@ class SharedMemoryMessages:
             raise ValueError(f"data on {data.device} with strides {data.stride()}; it must be contiguous, on the CPU")
 
     def progress(self) -> None:
-        """Receive and send what can be without waiting."""
+        """Receive and send without waiting."""
         self._native.progress()
         self._conclude()
 
     def progress_alone(self, idle: float, most: float) -> bool:
-        """Receive and send in place of callers that do something else; whether messages are still under way.
+        """Receive and send in the progress thread; returns whether messages are still under way.
 
-        It does nothing if anybody has called something else since the last time. It ends when nothing has happened for
-        ``idle`` seconds, after ``most`` seconds, or when there are other calls.
+        It does nothing if there were other calls since the last time. It ends when nothing has happened for ``idle``
+        seconds, after ``most`` seconds, or when there are other calls.
         """
         if self.is_under_way:
             self._native.progress_alone(idle, most)
@@ -182,23 +182,23 @@ class SharedMemoryMessages:
         return bool(self._unfinished)
 
     def abandon(self) -> None:
-        """Let the others, which may wait for messages, know that this process sends no more."""
+        """Mark that this process sends no more, so that the others do not wait for its messages."""
         self._memories[self.rank].words[CLOSED // 8] = 1
 
     def stop(self, why: str) -> None:
-        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second.
+        """Make waits in other threads raise a RuntimeError within a tenth of a second.
 
-        What is not done fails, and nothing is written into tensors of receives.
+        Messages that are not done fail, and tensors of receives are not written any more.
         """
         self._stopped = why
         for work in list(self._unfinished.values()):
             work.cancel(RuntimeError(why))
 
     def _conclude(self) -> None:
-        """Let works know that they are done.
+        """End the works that are done.
 
-        Other threads may do so at the same time, and an exception from outside may end this anywhere: what is done is
-        forgotten last.
+        Other threads may do so at the same time, and an exception from outside may interrupt this anywhere. So the
+        native module forgets the works last.
         """
         finished = self._native.finished()
         if not finished:
@@ -221,7 +221,7 @@ class SharedMemoryMessages:
         self._native.forget([number for number, *_ in finished])
 
     def _cancel(self, work: MessageWork) -> None:
-        """Write no more into the tensor of a receive."""
+        """Stop writing to the tensor of a receive."""
         if work.is_receive:
             self._native.cancel(work.number)
         self._conclude()  # with success, if it was done before that
@@ -233,7 +233,7 @@ class SharedMemoryMessages:
         return MismatchError(f"{me} has sent {mine} bytes with tag {work.tag} where {other} expects {theirs}")
 
     def _peers(self, work: MessageWork) -> list[int]:
-        """The ranks of the processes of which one must take part in a message."""
+        """The ranks that may be the other end of a message."""
         return [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
 
     def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
@@ -253,13 +253,13 @@ class SharedMemoryMessages:
                 raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
             if len(gone) == len(peers):
-                native.lose(gone)  # ends this work and others; what the process has done before it went still counts
+                native.lose(gone)  # ends this work and others; messages sent before the end are still received
                 self._conclude()
                 return
             if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
                 work.cancel(RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds"))
-                if work.error is not None:  # else it was done at the last moment
+                if work.error is not None:  # otherwise it was done at the last moment
                     self._late.update(peers)
                 return
 
@@ -311,7 +311,7 @@ class MessageWork:
             raise self.error
 
     def cancel(self, error: Exception) -> None:
-        """Let it fail with ``error``, if it is not done: nothing is written into the tensor of a receive after that.
+        """Make it fail with ``error``, unless it is done. The tensor of a receive is not written after that.
 
         The tensor of a send must not change until it is done, in any case.
         """
@@ -322,7 +322,7 @@ class MessageWork:
         self.exchange._cancel(self)
 
     def is_completed(self) -> bool:
-        """Whether it is done, after what can be done without waiting."""
+        """Whether it is done, after progress without waiting."""
         if not self.is_done:
             self.exchange.progress()
         return self.is_done
@@ -330,5 +330,5 @@ class MessageWork:
     def _end(self, peer: int | None, error: Exception | None) -> None:
         with self.exchange._ending:
             self.peer, self.error = peer, error
-            self._data = None  # which may be used for something else
+            self._data = None  # the caller may use it for something else
             self.is_done = True

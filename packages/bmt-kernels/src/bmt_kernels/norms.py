@@ -15,7 +15,7 @@ from bmt_kernels._tables import check_data, check_flag, check_sequence, data_tab
 
 
 class PowerSum(NamedTuple):
-    """What `power_sum` finds. Both are on the device of the tensors."""
+    """The result of `power_sum`. Both tensors are on the device of its arguments."""
 
     found_inf: Tensor
     """float32, shape (): 1.0 if any element is infinite or NaN, else 0.0."""
@@ -40,8 +40,8 @@ def power_sum(
         norm_type: p, positive; for infinity, `total` is the largest magnitude. Powers other than 1, 2 and infinity
             take longer, and may leave the range of double precision.
         out: where to accumulate, for instance the result of an earlier call: a float32 and a float64 tensor of one
-            element each, on the same device. The first becomes max(first, 1.0) if anything is found and otherwise
-            stays; the second is added to, or for infinity raised to the maximum. Default: new zeros.
+            element each, on the same device. The first becomes max(first, 1.0) if any element is infinite or
+            NaN, and otherwise stays; the second is added to, or for infinity raised to the maximum. Default: new zeros.
 
     Returns:
         `out`, or new 0-dim tensors. A NaN makes `total` NaN; an infinity without a NaN makes it infinite. Of nothing,

@@ -1,19 +1,19 @@
-"""Work on tensors that live across the bus, chunk by chunk, while other chunks are being copied.
+"""Work on tensors in other memory, chunk by chunk, overlapped with the H2D and D2H copies of other chunks.
 
 [Note: a pipeline of chunks]
-    An optimizer whose state is in host memory works either on the host, to which gradients travel and from
-    which parameters travel back, or on the device, to and from which the state travels. Both are one thing:
-    *rows* of tensors, of which those that are not where the work is done are *far*. Rows are cut into
-    *chunks*, and the far tensors of a chunk share one *slot*, a staging buffer of fixed size beside the
-    worker. Each chunk goes through three queues:
+    An optimizer whose state is in host memory works either on the host or on the device. On the host, it needs D2H
+    copies of gradients and H2D copies of parameters. On the device, it needs H2D and D2H copies of the state. The
+    pipeline treats both alike. It takes *rows* of tensors; the tensors that are not where the work is done are
+    *remote*, the others *local*. Rows are split into *chunks*. The remote tensors of a chunk share one *slot*, a
+    staging buffer of fixed size where the work is done. Each chunk goes through three queues:
 
-        fetch   far tensors into the slot             (a CUDA stream of its own)
-        work    on the slot, and on near tensors      (the host, or the caller's CUDA stream)
-        store   the slot into far tensors             (a CUDA stream of its own)
+        fetch   remote tensors into the slot          (a separate CUDA stream)
+        work    on the slot, and on local tensors     (the host, or the caller's CUDA stream)
+        store   the slot into remote tensors          (a separate CUDA stream)
 
-    With three slots, one chunk is fetched and another stored while a third is worked on. Events say when a
-    slot is filled, and when it may be filled again. A queue waits for events of other queues; the host waits
-    only for what it works on itself.
+    With three slots, one chunk is fetched and another stored while a third is worked on. Events mark when a slot is
+    filled, and when it may be filled again. A queue waits for events of other queues. The host waits only for the
+    chunks that it works on itself.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes: what vector instructions and copy engines like
-_STEP = 64  # elements: cuts at multiples of it keep every dtype aligned
+_ALIGNMENT = 64  # bytes: for fast vector instructions and copies
+_STEP = 64  # elements: ranges that begin at multiples of it are aligned in every dtype
 
 
 class OffloadRow(NamedTuple):
-    """Tensors that belong together element by element: 1-D, contiguous, of one length; dtypes may differ.
+    """Tensors with corresponding elements: 1-D, contiguous, of the same length; dtypes may differ.
 
-    Each is on the device or on the host, wherever it lives. No tensor that is written to may share memory
-    with another of the same run.
+    Each is on the device or on the host. No tensor that is written may share memory with another one of the
+    same run.
     """
 
     read: tuple[Tensor, ...] = ()
-    """What the work only reads."""
+    """Tensors that the work only reads."""
     update: tuple[Tensor, ...] = ()
-    """What it reads and writes."""
+    """Tensors that it reads and writes."""
     write: tuple[Tensor, ...] = ()
-    """What it writes every element of, without reading."""
+    """Tensors of which it writes every element, without reading."""
 
 
 Work = Callable[[list[OffloadRow]], None]
-"""Works on the pieces of rows that make up a chunk, near tensors in all places of the rows."""
+"""Works on one chunk: ranges of rows, in which all tensors are local."""
 
 
 class OffloadPipeline:
-    """Runs work on rows of tensors, some of which are on the other side of the bus from it.
+    """Runs work on rows of tensors, some of which are in the memory of the other side (host or device).
 
-    Staging buffers (page-locked where they are on the host) are made in the first run that needs them and
-    kept: ``slots`` times ``chunk_bytes``. Tensors that are where the work is done are not copied; where all
-    are (parameters on the CPU, say), nothing is.
+    Staging buffers (page-locked if they are on the host) are made in the first run that needs them, and
+    kept: ``slots`` times ``chunk_bytes``. Local tensors are not copied. If all tensors are local (parameters
+    on the CPU, say), there are no copies and no buffers.
 
     Args:
         device: the device that tensors may be on, besides the CPU.
-        compute: where the work is done. ``"host"``: :meth:`run` waits for what is fetched, chunk by chunk,
-            and returns when all work is done; the results are on their way to the device, and the caller's
-            stream will wait for them. ``"device"``: the work is launched on the caller's stream, and
-            :meth:`run` waits for nothing; who reads the results in host memory calls :meth:`synchronize`.
+        compute: where the work is done. ``"host"``: :meth:`run` waits for the D2H copies, chunk by chunk, and
+            returns when all work is done. The H2D copies of the results may still be running; the caller's
+            stream waits for them. ``"device"``: the work is launched on the caller's stream, and :meth:`run`
+            does not wait. Call :meth:`synchronize` before reading the results in host memory.
         chunk_bytes: size of a staging buffer.
         slots: number of staging buffers; with 3, fetching, work and storing all overlap.
 
@@ -92,23 +92,22 @@ class OffloadPipeline:
         self.chunk_bytes = chunk_bytes // _ALIGNMENT * _ALIGNMENT
         self.slots = slots
         self._buffers: list[Tensor] = []
-        self._free: list[Any] = [None] * slots  # per slot: when its last chunk was stored
-        self._stored: Any = None  # when the last run's results were
+        self._free: list[Any] = [None] * slots  # per slot: the event after its last chunk was stored
+        self._stored: Any = None  # the event after the results of the last run were stored
         self._streams: tuple[Queue, Queue] | None = None
 
     @torch.no_grad()
     def run(self, batches: Iterable[tuple[Sequence[OffloadRow], Work]]) -> None:
         """Run each batch's work on its rows. No chunk has rows of two batches.
 
-        Whatever is queued on the caller's stream comes before the fetching. What is fetched in one run may
-        have been stored in the last one.
+        Fetching waits for everything that is queued on the caller's stream, and for the stores of the last run.
 
         Raises:
             TypeError, ValueError: a row is not as :class:`OffloadRow` says; nothing has been changed.
         """
         checked = [([self._checked(row) for row in rows], work) for rows, work in batches]
-        far = any(row.sizes for rows, _ in checked for row in rows)
-        if far and not self._buffers:
+        has_remote = any(row.sizes for rows, _ in checked for row in rows)
+        if has_remote and not self._buffers:
             self._buffers = [self._new_buffer() for _ in range(self.slots)]
         fetch, store, worker, caller = self._queues()
         start = caller.record()
@@ -120,8 +119,8 @@ class OffloadPipeline:
         try:
             for rows, work in checked:
                 for chunk in plan_chunks([(row.length, row.sizes) for row in rows], self.chunk_bytes):
-                    pieces = [(rows[cut.row].row, cut) for cut in chunk]
-                    staged = _Staged(pieces, self._buffers[slot] if far else None, self._is_far, work, slot)
+                    ranges = [(rows[each.row].row, each) for each in chunk]
+                    staged = _Staged(ranges, self._buffers[slot] if has_remote else None, self._is_remote, work, slot)
                     if not staged.fetches and not staged.stores:
                         worker.run(lambda staged=staged: staged.work(staged.rows))  # type: ignore[misc]
                         continue
@@ -141,12 +140,12 @@ class OffloadPipeline:
                 caller.wait(self._stored)
 
     def synchronize(self) -> None:
-        """Make the host wait until everything that was stored has arrived."""
+        """Make the host wait until all stores are done."""
         _Host().wait(self._stored)
         self._stored = None
 
     def _finish(self, staged: _Staged, worker: Queue, store: Queue) -> None:
-        # Filled, and so no longer being stored from either: what the work only writes needs that.
+        # The slot is filled. Its last chunk was stored before that, so the work may also write to it.
         worker.wait(staged.ready)
         worker.run(lambda: staged.work(staged.rows))
         store.wait(worker.record())
@@ -175,14 +174,14 @@ class OffloadPipeline:
                     length = tensor.numel()
                 elif tensor.numel() != length:
                     raise ValueError(f"{name}[{i}] of a row has {tensor.numel()} elements and the row has {length}")
-                if self._is_far(tensor):
+                if self._is_remote(tensor):
                     sizes.append(tensor.element_size())
         least = _STEP * sum(sizes)
         if least > self.chunk_bytes:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be at least {least} for a row of so many tensors")
         return _CheckedRow(row, length or 0, sizes)
 
-    def _is_far(self, tensor: Tensor) -> bool:
+    def _is_remote(self, tensor: Tensor) -> bool:
         """Whether the tensor is not where the work is done."""
         return tensor.device.type != "cpu" if self.compute == "host" else tensor.device != self.device
 
@@ -195,11 +194,11 @@ class OffloadPipeline:
         buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
         for queue in self._queues()[:2]:
             if isinstance(queue, _Stream):
-                buffer.record_stream(queue.stream)  # its memory is not used again before these are through with it
+                buffer.record_stream(queue.stream)  # its memory is not reused before the streams are done with it
         return buffer
 
     def _queues(self) -> tuple[Queue, Queue, Queue, Queue]:
-        """Those of fetching, storing and the work, and the caller's."""
+        """The queues of fetching, storing and the work, and that of the caller."""
         if self.device.type != "cuda":
             return _Host(), _Host(), _Host(), _Host()
         if self._streams is None:
@@ -211,8 +210,8 @@ class OffloadPipeline:
         target.copy_(source, non_blocking=self.device.type == "cuda")
 
 
-class Cut(NamedTuple):
-    """A range of a row's elements, and where its far tensors are in the slot."""
+class RowRange(NamedTuple):
+    """A range of a row's elements, and the offsets of its remote tensors in the slot, in bytes."""
 
     row: int
     start: int
@@ -223,22 +222,22 @@ class Cut(NamedTuple):
 class _CheckedRow(NamedTuple):
     row: OffloadRow
     length: int
-    sizes: list[int]  # bytes per element of each far tensor
+    sizes: list[int]  # bytes per element of each remote tensor
 
 
-def plan_chunks(rows: Sequence[tuple[int, Sequence[int]]], capacity: int) -> Iterator[list[Cut]]:
-    """Cut rows into chunks whose far tensors fit in a slot.
+def plan_chunks(rows: Sequence[tuple[int, Sequence[int]]], capacity: int) -> Iterator[list[RowRange]]:
+    """Split rows into chunks whose remote tensors fit in a slot.
 
     Args:
-        rows: of each row the number of elements and the bytes per element of each far tensor. Rows without
-            far tensors take no room and are not cut.
-        capacity: bytes in a slot, enough for 64 elements of every far tensor of a row.
+        rows: of each row the number of elements, and the bytes per element of each remote tensor. Rows without
+            remote tensors take no room and are not split.
+        capacity: bytes in a slot, enough for 64 elements of every remote tensor of a row.
 
     Yields:
-        chunks, in the order of the rows. Tensors start at multiples of 64 bytes in the slot, and cuts fall
-        on multiples of 64 elements.
+        chunks, in the order of the rows. Tensors start at multiples of 64 bytes in the slot, and rows are split
+        at multiples of 64 elements.
     """
-    chunk: list[Cut] = []
+    chunk: list[RowRange] = []
     used = 0
     for index, (length, sizes) in enumerate(rows):
         start = 0
@@ -253,7 +252,7 @@ def plan_chunks(rows: Sequence[tuple[int, Sequence[int]]], capacity: int) -> Ite
             for size in sizes:
                 offsets.append(used)
                 used += _aligned(count * size)
-            chunk.append(Cut(index, start, start + count, tuple(offsets)))
+            chunk.append(RowRange(index, start, start + count, tuple(offsets)))
             start += count
     if chunk:
         yield chunk
@@ -275,9 +274,9 @@ class _Staged:
 
     def __init__(
         self,
-        pieces: list[tuple[OffloadRow, Cut]],
+        ranges: list[tuple[OffloadRow, RowRange]],
         buffer: Tensor | None,
-        is_far: Callable[[Tensor], bool],
+        is_remote: Callable[[Tensor], bool],
         work: Work,
         slot: int,
     ) -> None:
@@ -286,38 +285,38 @@ class _Staged:
         self.rows: list[OffloadRow] = []
         self.fetches: list[tuple[Tensor, Tensor]] = []  # (target, source)
         self.stores: list[tuple[Tensor, Tensor]] = []
-        for row, cut in pieces:
-            if not cut.offsets:
+        for row, row_range in ranges:
+            if not row_range.offsets:
                 self.rows.append(row)
                 continue
-            offsets = iter(cut.offsets)
+            offsets = iter(row_range.offsets)
             fields: list[tuple[Tensor, ...]] = []
             for name, field in zip(row._fields, row):
-                near = []
-                for whole in field:
-                    part = whole[cut.start : cut.stop]
-                    if not is_far(whole):
-                        near.append(part)
+                local = []
+                for tensor in field:
+                    part = tensor[row_range.start : row_range.stop]
+                    if not is_remote(tensor):
+                        local.append(part)
                         continue
                     assert buffer is not None
                     offset = next(offsets)
-                    stand_in = buffer[offset : offset + part.numel() * part.element_size()].view(part.dtype)
+                    staging = buffer[offset : offset + part.numel() * part.element_size()].view(part.dtype)
                     if name != "write":
-                        self.fetches.append((stand_in, part))
+                        self.fetches.append((staging, part))
                     if name != "read":
-                        self.stores.append((part, stand_in))
-                    near.append(stand_in)
-                fields.append(tuple(near))
+                        self.stores.append((part, staging))
+                    local.append(staging)
+                fields.append(tuple(local))
             self.rows.append(OffloadRow(*fields))
 
 
 class Queue(Protocol):
-    """What runs one thing after another, perhaps later."""
+    """Runs functions in order, perhaps later."""
 
     def run(self, function: Callable[[], None]) -> None: ...
 
     def record(self) -> Any:
-        """An event: everything so far has run. ``None``: it has already."""
+        """An event after everything so far; ``None``: everything has run already."""
 
     def wait(self, event: Any) -> None:
         """Run nothing more before ``event``."""
@@ -356,10 +355,10 @@ class _Stream:
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A 1-D tensor of zeros in page-locked host memory, which CUDA copies from and to without the host's help.
+    """A 1-D tensor of zeros in page-locked host memory, for H2D and D2H copies by the GPU itself.
 
     PyTorch's own ``pin_memory=True`` takes the next power of two of bytes, up to twice what is needed; this
-    takes what is needed, in whole pages. The memory is released when the last view of it is gone.
+    takes what is needed, in whole pages. The memory is released with the last view of it.
 
     Raises:
         RuntimeError: CUDA cannot lock the memory.
@@ -367,7 +366,7 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    # Shared memory: a private page would be copied on writing after a fork, and CUDA would go on with the other copy.
+    # Shared memory: after a fork, a write would copy a private page, and CUDA would go on using the other copy.
     region = mmap.mmap(-1, nbytes)
     owner = (ctypes.c_char * nbytes).from_buffer(region)
     tensor = torch.frombuffer(owner, dtype=dtype)  # keeps the owner
@@ -378,14 +377,14 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         raise RuntimeError(
             f"CUDA cannot lock {nbytes} bytes of host memory (error {error}); is there as much, and may it be locked?"
         )
-    # The region itself would be unmapped before its finalizer runs; this one keeps it until it has.
+    # A finalizer of the region would run after it is unmapped. This one keeps the region until it has run.
     weakref.finalize(owner, _release, runtime, tensor.data_ptr(), region).atexit = False
     return tensor
 
 
 def _release(runtime: Any, address: int, region: mmap.mmap) -> None:
     for device in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(device):  # else it has nothing to copy to, and waiting for it would set it up
+        if torch.cuda.memory_reserved(device):  # otherwise there is no copy, and waiting would create a context
             torch.cuda.synchronize(device)  # a copy may still be under way
     runtime.cudaHostUnregister(address)
 

@@ -19,12 +19,12 @@ def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tens
         tensors: float32, bfloat16, float16 or float64, of any shapes, all on one device. Tensors that are not
             contiguous, and float64, take the plain PyTorch way. Only read.
         out: where to accumulate, a float32 tensor of one element on the same device: it becomes
-            max(out, 1.0) if anything is found and otherwise stays, so one flag can collect many calls.
+            max(out, 1.0) if any element is infinite or NaN and otherwise stays, so one flag can collect many calls.
             Default: a new zero.
 
     Returns:
-        `out`, or a new float32 tensor of shape (): 1.0 if anything was found, else 0.0. On CUDA the host does not
-        wait for it. For an empty list without `out` it is on the CPU.
+        `out`, or a new float32 tensor of shape (): 1.0 if any element is infinite or NaN, else 0.0. On CUDA the
+        host does not wait for it. For an empty list without `out` it is on the CPU.
 
     Raises:
         TypeError: an argument or an entry has a wrong type, dtype or layout.

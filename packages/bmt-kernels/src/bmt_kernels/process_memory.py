@@ -1,4 +1,4 @@
-"""Memory that a process of this host lets others map; see [Note: memory of messages] of bmt_kernels.shared_memory."""
+"""Memory of a process that others of this host map; see [Note: memory of messages] of bmt_kernels.shared_memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from bmt_kernels import _native
 from bmt_kernels.message_places import MOST_MESSAGES
 
-# Where things lie in a process's memory. What is written by different processes, or at different times, lies on
-# different cache lines.
+# Offsets in a process's memory, in bytes. Data that different processes write, or at different times, lie on different
+# cache lines.
 TOKEN, SENT, RECEIVED, CLOSED, TABLE = 0, 64, 128, 192, 256
 ENTRY = 128  # bytes: place, size, number of the message, number of the operation, and the operation's name
 _WORDS = 4  # of 8 bytes, before the name
-NAME = ENTRY - 8 * _WORDS  # bytes; a longer name is cut
+NAME = ENTRY - 8 * _WORDS  # bytes; a longer name is truncated
 _PAGE = mmap.PAGESIZE
-_MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
+_MOST_VIEWS = 256  # tensors of messages that are kept: small messages reuse places
 HEADER = (TABLE + ENTRY * MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 MASK = (1 << 32) - 1  # of the counters
 
@@ -46,7 +46,7 @@ class Memory:
         if view is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # it may be written outside of it later
+            with torch.inference_mode(False):  # it may be written outside of inference mode later
                 if size == 0:
                     view = torch.empty(0, dtype=dtype, device="cpu")
                 else:
@@ -60,12 +60,12 @@ class Memory:
         self._describe(self.address + 8 * entry, place, size, number & MASK, operation, name)
 
     def name(self, entry: int) -> memoryview:
-        """Of an operation, padded with zeros."""
+        """The name of an operation, padded with zeros."""
         begin = 8 * (entry + _WORDS)
         return self._header[begin : begin + NAME]
 
     def give_back(self, begin: int, end: int) -> None:
-        """Let the system have the memory of some messages."""
+        """Release the memory of some messages to the system."""
         self._mapped.madvise(mmap.MADV_REMOVE, HEADER + begin, end - begin)
 
     def is_gone(self) -> bool:
@@ -74,7 +74,7 @@ class Memory:
 
 
 class Process:
-    """Another process, to be watched."""
+    """Another process, whose end can be checked."""
 
     _known: ClassVar[weakref.WeakValueDictionary[int, Process]] = weakref.WeakValueDictionary()
 
@@ -85,11 +85,11 @@ class Process:
 
     @classmethod
     def of(cls, number: int) -> Process:
-        """One object for all that want to know."""
-        found = cls._known.get(number)
-        if found is None or found.has_ended():  # of which the number may be another's by now
-            found = cls._known[number] = cls(number)
-        return found
+        """The process of a number; one object for all callers."""
+        process = cls._known.get(number)
+        if process is None or process.has_ended():  # a later process may have the number
+            process = cls._known[number] = cls(number)
+        return process
 
     def has_ended(self) -> bool:
         poll = select.poll()  # threads may not use one at the same time
@@ -100,7 +100,7 @@ class Process:
 def open_all(
     own: Memory, rank: int, handles: Sequence[tuple[int, int, int]], capacity: int, header: int = HEADER
 ) -> dict[int, Memory] | None:
-    """The memory of all processes, by rank, of which ``rank`` is this one; None: that of another cannot be had here."""
+    """The memory of all processes, by rank; ``rank`` is this one. None: that of another cannot be mapped here."""
     memories = {}
     for place, handle in enumerate(handles):
         memory = own if place == rank else _open(*handle, capacity, header)
@@ -111,7 +111,7 @@ def open_all(
 
 
 def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memory | None:
-    """The memory that a process has told of, if it can be had from here."""
+    """The memory of another process, by its handle; None if it cannot be mapped here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
         if os.stat(path).st_size != header + capacity:  # another process of that number
@@ -127,7 +127,7 @@ def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memo
 
 
 def close(own: Memory, fd: int, process: int) -> None:
-    """Tell the others that this process has left, unless this is a copy of it."""
+    """Mark the memory as closed, unless this is a fork of the process."""
     os.close(fd)
     if os.getpid() == process:
         own.words[CLOSED // 8] = 1

@@ -2,13 +2,13 @@
 
 [Note: progress without a wait]
     Messages make progress while their process waits for one, or for a collective through shared memory. A process that
-    waits for something else, as for a collective of gloo, or computes, would keep the others waiting. So a thread looks
-    every few milliseconds for exchanges that have messages under way and that nobody has called since it last looked.
-    It receives and sends what it can in these, without a pause as long as the other process does, too. It rests while
-    no message is under way.
+    waits for something else, such as a collective of gloo, or computes, would keep the others waiting. So a thread
+    looks every few milliseconds for exchanges that have messages under way and that were not called since it last
+    looked. It receives and sends in these, without a pause as long as the other process does, too. It sleeps while no
+    message is under way.
 
-    An exchange that raises there is looked after again the next time, as are the others. The first such exception goes
-    to the log.
+    If an exchange raises there, the thread tries it again the next time, and goes on with the others. The first such
+    exception is logged.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _thread = _ProgressThread()
 
 
 def need_progress() -> None:
-    """A message is under way: let the thread look after it."""
+    """A message is under way: start or wake the thread."""
     _thread.need()
 
 
 def _stop() -> None:
-    """The thread must not come back from a call while the interpreter ends."""
+    """End the thread, which must not return from a call while the interpreter ends."""
     _thread.stop()
 
 

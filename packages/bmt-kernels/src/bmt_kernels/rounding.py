@@ -20,10 +20,10 @@ def round_stochastically(
 
     The expected result is the number itself. Small updates of a weight without a master copy are then not lost, but
     happen now and then. The random bits are a hash of the seed and of the element's index in the logical tensor, not
-    those of a generator: a rank that holds a part rounds its elements as one that holds the whole tensor would.
+    those of a generator: a rank that holds a shard rounds its elements as they are rounded in the logical tensor.
 
-    Infinities, NaN and what `dtype` has exactly stay what they are; fp16 overflows to infinity as in rounding to
-    nearest.
+    Infinities, NaN and numbers that `dtype` represents exactly are unchanged. fp16 overflows to infinity as in rounding
+    to nearest.
 
     Args:
         values: float32, of any shape. Only read.

@@ -1,22 +1,23 @@
 """Messages between processes of one host, through memory that they share.
 
 [Note: memory of messages]
-    Each process owns a piece of anonymous memory that the others map, too, and only the owner writes: messages, a table
-    of where they lie and what they are for, and two counters. ``sent`` says how many messages the owner has written;
-    ``received`` says how many messages *of every process* it has received. So the place of a message is free once all
+    Each process owns anonymous memory that the others map, too. Only the owner writes to it: messages, a table of their
+    places and operations, and two counters. ``sent`` is the number of messages that the owner has written; ``received``
+    is the number of messages that it has received *from every process*. So the place of a message is free once all
     processes have received it. A message takes the first place that is large enough: as long as the others keep up, all
-    messages lie in the same few pages, which stay in the caches, and no memory is taken for the rest.
+    messages lie in the same few pages, which stay in the caches, and no further memory is taken.
 
-    What all processes have received is given back, beyond what this one keeps, when it sends again: in this exchange,
-    or something large in any of its exchanges. All exchanges of a process keep 128 MiB together. Each may keep an equal
-    part, which others give back if they keep more: new pages cost more than the copy of a message.
+    The memory of messages that all processes have received is released to the system, beyond what the process keeps,
+    when it sends again in this exchange, or sends a large message in any of its exchanges. All exchanges of a process
+    together keep 128 MiB, because new pages cost more than the copy of a message. Each may keep an equal part; an
+    exchange that keeps more releases memory when another one needs its part.
 
-    Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
-    would have to get a processor first, and a message that is there already costs no system call.
+    A wait for a counter polls it for a moment and then sleeps on it (a futex). So messages need no thread that would
+    have to be scheduled first, and a message that has arrived costs no system call.
 
-    Processes find each other's memory by ``/proc/<process>/fd``, and know it by a random number in it. It has no name
-    in any file system, so nothing is left behind whatever happens to the processes. Where this does not work (another
-    host or container, another user, another system), :meth:`SharedMemoryExchange.connect` says so.
+    Processes open each other's memory by ``/proc/<process>/fd``, and verify it by a random number in it. It has no name
+    in any file system, so nothing is left behind even if processes are killed. If memory cannot be mapped (another host
+    or container, another user, another system), :meth:`SharedMemoryExchange.connect` returns False.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ from bmt_kernels.processors import processors
 
 _SMALL = 1 << 14  # bytes
 SPIN = 100e-6  # seconds: longer than waking up takes
-_SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
+_SLEEP = 0.1  # seconds after which a wait checks that the other process is alive
 _POLL = 1e-3  # seconds between two looks at what is under way in exchanges between two processes
 
-# Exchanges of messages between two processes. Whoever waits for something else looks after them.
+# Exchanges of messages between two processes. Waits for anything else make progress in them.
 exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
 _adding = threading.Lock()
 
 
 def _renew() -> None:
-    """Another thread may have held the lock when this process was forked."""
+    """Replace the lock, which another thread may have held when this process was forked."""
     global _adding
     _adding = threading.Lock()
 
@@ -74,13 +75,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def members(exchanges: weakref.WeakSet[Any]) -> list[Any]:
-    """Of a set of exchanges to which another thread may add; see :func:`add_exchange`."""
+    """The members of a set of exchanges to which another thread may add; see :func:`add_exchange`."""
     with _adding:
         return list(exchanges)
 
 
 def add_exchange(exchanges: weakref.WeakSet[Any], exchange: Any) -> None:
-    """Add to a set that other threads may look through."""
+    """Add to a set that other threads may iterate over."""
     with _adding:
         exchanges.add(exchange)
 
@@ -95,17 +96,18 @@ class SharedMemoryExchange:
     All processes send and receive the same number of messages, in the same order. There is room for 4096 messages, and
     ``capacity`` bytes, that some process has not received.
 
-    A message that is large is better written where it will lie: :meth:`reserve` gives a place for it,
-    :meth:`send_reserved` sends it from there without a copy.
+    A large message is best written in place: :meth:`reserve` returns a place, and :meth:`send_reserved` sends the
+    message from there without a copy.
 
-    A message may carry the number and the name of the operation that it belongs to. Each process compares those of the
-    others with its own. That of an empty message, which is not waited for, is compared once it is there.
+    A message may have the number and the name of the operation that it belongs to. Each process compares those of the
+    others with those of its own message. Those of an empty message, which is not waited for, are compared once it has
+    arrived.
 
     Args:
         rank: this process's place among the processes.
         names: of the processes, for messages of errors.
         capacity: in bytes, the same for all processes. Memory is taken of what is in use.
-        timeout: seconds that this one waits for another, or a function that returns them.
+        timeout: seconds that this process waits for another, or a function that returns them.
         local_size: how many processes share the processors of this host, if they are more than have ``names``.
 
     Raises:
@@ -153,13 +155,13 @@ class SharedMemoryExchange:
             return living is not None and living._all_have_received(number)
 
         self._places = MessagePlaces(self.capacity, is_received, own.give_back)
-        # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
+        # Empty messages that have not arrived yet, by rank: their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
-        self._stopped = ""  # why this one does not wait any more
-        self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
-        # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
+        self._stopped = ""  # why this process does not wait any more
+        self._late: set[int] = set()  # ranks for which a wait has timed out: it does not wait for them again
+        # If processes outnumber processors, the other process may need the processor of the one that polls.
         self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
-        # Not at exit: others notice that a process ends, and until then something may still be sent.
+        # Not at exit: others notice the end of a process, and messages may still be sent until then.
         weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 
     @staticmethod
@@ -171,13 +173,13 @@ class SharedMemoryExchange:
 
     @property
     def handle(self) -> tuple[int, int, int]:
-        """By which other processes find this one's memory: three integers below 2⁶²."""
+        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
         return os.getpid(), self._fd, self._token
 
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
-        """Map the memory of all processes, whose handles are given by rank; whether that has worked.
+        """Map the memory of all processes, whose handles are given by rank; returns whether that has worked.
 
-        It must have for every process before any of them sends.
+        It must have worked for every process before any of them sends.
         """
         memories = open_all(self._memories[self.rank], self.rank, handles, self.capacity)
         if memories is None:
@@ -258,7 +260,7 @@ class SharedMemoryExchange:
         return self._publish(place, size, operation, name)
 
     def _publish(self, place: int, size: int, operation: int, name: bytes) -> bool:
-        """Send what lies at a place; whether there was room in the table of messages."""
+        """Send the message at a place; returns whether there was room in the table of messages."""
         number = self._sent + 1
         if not self._places.put(place, number):
             return False
@@ -273,13 +275,13 @@ class SharedMemoryExchange:
         return self._places.reserve(size)
 
     def reserved(self, place: int, dtype: torch.dtype) -> Tensor:
-        """What lies at a reserved place, a vector of ``dtype``. It may be written until it is sent."""
+        """The memory at a reserved place, as a vector of ``dtype``. It may be written until it is sent."""
         return self._memories[self.rank].message(place, self._places.size_of(place), dtype)
 
     def send_reserved(self, place: int, operation: int = 0, name: bytes = b"") -> bool:
-        """Send what was written at a reserved place; whether there was room in the table of messages.
+        """Send the message at a reserved place; returns whether there was room in the table of messages.
 
-        The place may have another message after all processes have received this one.
+        The place may be reused once all processes have received the message.
         """
         return self._publish(place, self._places.size_of(place), operation, name)
 
@@ -304,11 +306,11 @@ class SharedMemoryExchange:
         number = self._received + 1
         entry = self._entry(number)
         name = _padded(name)
-        if not self._uncompared:  # what is there, or comes soon
-            found = self._tables.receive(sizes, number & MASK, 8 * entry, operation, name, self._spin)
-            if found is not None:
-                places = zip(self._memories.values(), found, strict=True)
-                return [memory.message(begin, size, dtype) for memory, (begin, size) in places]
+        if not self._uncompared:  # if all messages are there, or come soon
+            places = self._tables.receive(sizes, number & MASK, 8 * entry, operation, name, self._spin)
+            if places is not None:
+                placed = zip(self._memories.values(), places, strict=True)
+                return [memory.message(begin, size, dtype) for memory, (begin, size) in placed]
         messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if rank in self._uncompared:
@@ -338,15 +340,15 @@ class SharedMemoryExchange:
         """Raise if a message that was sent belongs to another operation than the one given."""
         memory, entry = self._memories[rank], self._entry(number)
         theirs = memory.words[entry + 3], memory.name(entry)
-        # What was overwritten since is not known any more.
+        # The entry may have been overwritten since.
         if memory.words[entry + 2] == number & MASK and (theirs[0] != operation or theirs[1] != name):
             raise MismatchError(
-                f"ranks call different operations: {self.names[rank]} is at {_told(*theirs)}, "
-                f"{self.names[self.rank]} at {_told(operation, name)}"
+                f"ranks call different operations: {self.names[rank]} is at {_in_words(*theirs)}, "
+                f"{self.names[self.rank]} at {_in_words(operation, name)}"
             )
 
     def _compare_late(self, rank: int) -> None:
-        """Compare the empty messages that have come since."""
+        """Compare the empty messages that have arrived since."""
         waiting = self._uncompared[rank]
         while waiting and self._reached(rank, SENT, waiting[0][0]):
             self._compare(rank, *waiting[0])
@@ -360,11 +362,11 @@ class SharedMemoryExchange:
         self._set(RECEIVED, self._received)
 
     def abandon(self) -> None:
-        """Let the others, which may wait for messages, know that this process sends no more."""
+        """Mark that this process sends no more, so that the others do not wait for its messages."""
         self._memories[self.rank].words[CLOSED // 8] = 1
 
     def stop(self, why: str) -> None:
-        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
+        """Make waits in other threads raise a RuntimeError within a tenth of a second."""
         self._stopped = why
 
     def _check_size(self, size: int) -> None:
@@ -376,7 +378,7 @@ class SharedMemoryExchange:
 
     @staticmethod
     def _entry(number: int) -> int:
-        """Where in the tables it stands where a message lies, and how long it is."""
+        """The index of a message's entry in the table, in words of 8 bytes."""
         return (TABLE + ENTRY * (number % MOST_MESSAGES)) // 8
 
     def _set(self, counter: int, number: int) -> None:
@@ -391,10 +393,10 @@ class SharedMemoryExchange:
         timeout = self.timeout() if callable(self.timeout) else self.timeout
         deadline = time.monotonic() + (0.0 if rank in self._late else timeout)
         while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else longest_sleep()):
-            # What it has done before it went still counts.
+            # Messages that it has sent before it went are still valid.
             gone = self._memories[rank].is_gone()
             if rank in self._uncompared:
-                self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
+                self._compare_late(rank)  # it may have failed because it is at another operation
             if gone and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
             make_progress()
@@ -406,7 +408,7 @@ class SharedMemoryExchange:
 
 
 def make_progress(but: object = None) -> None:
-    """Receive and send what can be without waiting, in all exchanges between two processes but one."""
+    """Receive and send without waiting, in all exchanges between two processes except ``but``."""
     for exchange in members(exchanges_between_two):
         if exchange is not but and exchange.is_under_way:
             exchange.progress()
@@ -420,7 +422,7 @@ def longest_sleep(but: object = None) -> float:
     return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 
-def _told(operation: int, name: bytes | memoryview) -> str:
+def _in_words(operation: int, name: bytes | memoryview) -> str:
     """An operation in words."""
     return f"operation {operation}, {bytes(name).rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
 

@@ -27,7 +27,7 @@ __tracebackhide__ = True
 
 
 class Placeholder(enum.Enum):
-    """Stands for a value that each rank makes for itself."""
+    """A placeholder for a value that each rank makes itself."""
 
     CONTEXT = "the ParallelContext returned by init_distributed"
 
@@ -57,7 +57,7 @@ class TestBody:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a body that did not fail said about itself."""
+    """The outcome of a body that did not fail."""
 
     kind: str  # "passed", "skipped" or "xfailed"
     reason: str = ""

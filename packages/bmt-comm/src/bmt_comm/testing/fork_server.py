@@ -1,7 +1,7 @@
 """A process that has imported torch and forks ranks, because each import of torch takes seconds of processor time.
 
-The server is a fresh interpreter without further threads, so a fork of it is like a process of its own that has
-imported the same. It is asked over a socket: each request is one message, and so is each answer.
+The server is a fresh interpreter without further threads, so a fork of it is like a new process that has imported the
+same modules. Requests go over a socket: each request is one message, and so is each answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-# The stack dump is armed before torch is imported, so that a server that hangs there can be asked, too.
+# The stack dump is set up before torch is imported, so that it also works for a server that hangs in the import.
 _BOOTSTRAP = """
 import faulthandler, json, sys
 path, control, modules, threads = json.loads(sys.argv[1])
@@ -35,12 +35,12 @@ _NOT_ENDED = -(1 << 30)  # an answer that is no exit status
 
 
 class ForkServer:
-    """The pool's side of a server, whose process is started here.
+    """The pool's side of a server. Starts its process.
 
     Args:
         modules: imported before the first fork, where they are installed.
         threads: CPU threads per rank.
-        environ: environment of the server, which its forks begin with.
+        environ: environment of the server, and of its forks at first.
         timeout: seconds that the server may take for its imports.
     """
 
@@ -135,7 +135,7 @@ def serve(control_fd: int, modules: Sequence[str], threads: int) -> None:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is here now is garbage of no fork
+    gc.freeze()  # the objects that exist now are not garbage in any fork
     control = socket.socket(fileno=control_fd)
     ended: dict[int, int] = {}  # exit statuses: an answer may be lost, and the system tells each only once
     while True:
@@ -161,7 +161,7 @@ def serve(control_fd: int, modules: Sequence[str], threads: int) -> None:
 
 
 def _become_rank(worker: object, descriptors: Sequence[int], threads: int) -> None:
-    """What a fork does, to its end."""
+    """Run a fork, to its end."""
     try:
         os.setsid()
         connection, stdout, stderr, stacks = descriptors

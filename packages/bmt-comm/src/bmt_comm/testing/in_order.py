@@ -1,4 +1,4 @@
-"""A transport for CPU tensors that is as unforgiving as NCCL: what hangs or races on GPUs fails here, at once.
+"""A transport for CPU tensors with NCCL's rules: programs that hang or race on GPUs fail here, at once.
 
 Inside :func:`nccl_rules`, communicators on process groups of the backend ``"in_order"`` obey the rules of
 :mod:`bmt_comm.testing.rules`:
@@ -7,13 +7,13 @@ Inside :func:`nccl_rules`, communicators on process groups of the backend ``"in_
   collective or batch until all are. With ``eager`` process groups are made by all ranks of the job, their first
   collective does not block, and single messages are in the same order as everything else; else each pair of ranks has a
   connection for those.
-- Results arrive in ``wait`` and not before. Until then the buffers hold NaN (all bits set), and a send or a result that
-  the caller has written into meanwhile is an error.
+- Results arrive in ``wait`` and not before. Until then the buffers contain NaN (all bits set). It is an error if the
+  caller has written to a buffer of a send or of a result in the meantime.
 - Ranks that wait for each other get a :class:`WaitCycleError`, which says where each of them waits.
 
-Communicators on gloo keep gloo's rules (no order, and sends that never wait); the referee knows of them, so that it
-sees cycles that go through both. Calls of ``torch.distributed`` that go around :class:`~bmt_comm.Communicator` are
-gloo's, and unseen.
+Communicators on gloo keep gloo's rules (no order, and sends that never wait). The referee gets their operations, too,
+so that it detects cycles that go through both. It does not get calls of ``torch.distributed`` that bypass
+:class:`~bmt_comm.Communicator`; these have gloo's rules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bmt_comm.work import Work
 
 BACKEND = "in_order"
 _LONGEST_DELAY = 5e-4  # seconds that the result of an operation is held back at most
-_delays = random.Random(0)  # the tests' own generator stays as it is
+_delays = random.Random(0)  # not the global generator, which belongs to the tests
 
 
 class WaitCycleError(RuntimeError):
@@ -71,7 +71,7 @@ def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
         connection.collective(("making groups",), everyone, "split", (str(ranks),), b"").wait()
 
     def new_group_of_all(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-        # Splitting NCCL's communicators takes all ranks, those outside of the new group, too.
+        # Splitting NCCL's communicators takes all ranks, including those outside of the new group.
         if eager and (backend or dist.get_backend()) == BACKEND:
             together(ranks)
         return new_group(ranks, timeout, backend, **options)
@@ -79,7 +79,7 @@ def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
     def split_group_by_gloo(
         parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any
     ) -> dist.ProcessGroup | None:
-        # PyTorch refuses to split what is not on a device.
+        # PyTorch refuses to split a group that is not bound to a device.
         assert eager
         assert parent_pg is None
         together(split_ranks)
@@ -108,7 +108,7 @@ class _Connection:
     def __init__(self, address: str, rank: int) -> None:
         self.rank = rank
         self.connected: set[Any] = set()  # communicators whose ranks have met
-        self.times: dict[Any, Iterator[int]] = {}  # operations without order, by what they have in common
+        self.times: dict[Any, Iterator[int]] = {}  # counts of operations without order, by group and kind
         self._connection = Client(address, "AF_UNIX")
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -142,7 +142,7 @@ class _Connection:
         return _Posted(self, self.operation(key, ranks, kind, form=form, payload=payload))
 
     def result(self, number: int, block: bool) -> list[bytes] | None:
-        """What an operation has brought, once; None where it has not ended (or, where ``block``, not returned)."""
+        """The result of an operation, once. If it has not ended: waits with ``block``, else returns None."""
         with self._news:
             if number in self._ended:
                 return self._ended.pop(number)
@@ -186,7 +186,7 @@ def _place() -> str:
 
 
 class BufferInUseError(RuntimeError):
-    """Memory that an operation reads or writes was written meanwhile."""
+    """The caller has written to memory that an operation in flight reads or writes."""
 
 
 class _Buffer:
@@ -215,10 +215,10 @@ class _Posted:
 
     Args:
         connection: to the referee.
-        operation: is posted.
-        sent: what it reads, with what was there when it was posted.
-        received: what it writes.
-        finish: makes the contents of ``received`` from what has arrived.
+        operation: to be posted.
+        sent: the buffers that it reads, with their contents when it was posted.
+        received: the buffers that it writes.
+        finish: makes the contents of ``received`` from the data that have arrived.
     """
 
     def __init__(
@@ -227,35 +227,35 @@ class _Posted:
         operation: Operation,
         sent: Sequence[tuple[_Buffer, bytes]] = (),
         received: Sequence[_Buffer] = (),
-        finish: Callable[[list[bytes]], list[bytes]] = lambda found: found,
+        finish: Callable[[list[bytes]], list[bytes]] = lambda data: data,
     ) -> None:
         self.result: list[bytes] | None = None
         self._connection, self._operation = connection, operation
         self._sent, self._received, self._finish = sent, received, finish
-        self._polls = _delays.randrange(3)  # for which it does not look completed
+        self._polls = _delays.randrange(3)  # calls of is_completed that return False in any case
         for buffer in received:
             buffer.poison()
         connection.post(operation)
 
     def wait(self) -> None:
         if self.result is None:
-            found = self._connection.result(self._operation.number, block=True)
-            assert found is not None
+            result = self._connection.result(self._operation.number, block=True)
+            assert result is not None
             if _delays.random() < 0.25:
                 time.sleep(_delays.random() * _LONGEST_DELAY)
-            self._arrive(found)
+            self._arrive(result)
 
     def is_completed(self) -> bool:
         if self.result is None and self._polls > 0:
             self._polls -= 1
         elif self.result is None:
-            found = self._connection.result(self._operation.number, block=False)
-            if found is not None:
-                self._arrive(found)
+            result = self._connection.result(self._operation.number, block=False)
+            if result is not None:
+                self._arrive(result)
         return self.result is not None
 
-    def _arrive(self, found: list[bytes]) -> None:
-        self.result = found
+    def _arrive(self, result: list[bytes]) -> None:
+        self.result = result
         for buffer, before in self._sent:
             if buffer.read() != before:
                 raise BufferInUseError(f"a buffer was written into while it was sent: {self._operation}")
@@ -263,7 +263,7 @@ class _Posted:
             if not buffer.is_poisoned():
                 raise BufferInUseError(f"a buffer was written into while a result was to arrive: {self._operation}")
         if self._received:
-            for buffer, data in zip(self._received, self._finish(found), strict=True):
+            for buffer, data in zip(self._received, self._finish(result), strict=True):
                 buffer.write(data)
         self._sent, self._received = (), ()
 
@@ -288,12 +288,11 @@ class _Transport:
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Begun, waits_at_once: bool = False) -> Work:
         source = _Buffer(mine)
-        own = chunks[self.rank]
-        received = [_Buffer(c) for r, c in enumerate(chunks) if r != self.rank or c.data_ptr() != mine.data_ptr()]
-        in_place = own.data_ptr() == mine.data_ptr()
+        in_place = chunks[self.rank].data_ptr() == mine.data_ptr()
+        received = [_Buffer(chunk) for r, chunk in enumerate(chunks) if r != self.rank or not in_place]
 
-        def finish(found: list[bytes]) -> list[bytes]:
-            return [data for r, data in enumerate(found) if r != self.rank or not in_place]
+        def finish(gathered: list[bytes]) -> list[bytes]:
+            return [data for r, data in enumerate(gathered) if r != self.rank or not in_place]
 
         return self._collective(
             "all_gather", (mine.nbytes, operation.name), source, [(source, source.read())], received, finish
@@ -302,21 +301,21 @@ class _Transport:
     def reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Begun, waits_at_once: bool = False
     ) -> Work:
-        source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; the callers' may not change
+        source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; ``chunks`` must not change
         sent = [(buffer, buffer.read()) for buffer in map(_Buffer, chunks)]
         mine = chunks[self.rank]
 
-        def finish(found: list[bytes]) -> list[bytes]:
+        def finish(inputs: list[bytes]) -> list[bytes]:
             part = slice(self.rank * mine.nbytes, (self.rank + 1) * mine.nbytes)
-            return [_combined([data[part] for data in found], mine.dtype, out.dtype, op)]
+            return [_combined([data[part] for data in inputs], mine.dtype, out.dtype, op)]
 
         return self._collective("reduce_scatter", (mine.nbytes, operation.name), source, sent, [_Buffer(out)], finish)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Begun) -> Work:
         buffer = _Buffer(flat)
 
-        def finish(found: list[bytes]) -> list[bytes]:
-            return [_combined(found, flat.dtype, flat.dtype, op)]
+        def finish(inputs: list[bytes]) -> list[bytes]:
+            return [_combined(inputs, flat.dtype, flat.dtype, op)]
 
         return self._collective("all_reduce", (flat.nbytes, operation.name), buffer, [], [buffer], finish)
 
@@ -325,7 +324,7 @@ class _Transport:
         if self.rank == root:
             return self._collective("broadcast", (flat.nbytes, operation.name), buffer, [(buffer, buffer.read())])
         return self._collective(
-            "broadcast", (flat.nbytes, operation.name), None, [], [buffer], lambda found: [found[root]]
+            "broadcast", (flat.nbytes, operation.name), None, [], [buffer], lambda inputs: [inputs[root]]
         )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -347,7 +346,7 @@ class _Transport:
         source: _Buffer | bytes | None,
         sent: Sequence[tuple[_Buffer, bytes]] = (),
         received: Sequence[_Buffer] = (),
-        finish: Callable[[list[bytes]], list[bytes]] = lambda found: found,
+        finish: Callable[[list[bytes]], list[bytes]] = lambda data: data,
     ) -> _Posted:
         payload = source.read() if isinstance(source, _Buffer) else source or b""
         key = self._communicator() if self.in_order else self._next(*self._name, "on the host")
@@ -363,7 +362,7 @@ class _Transport:
         return self._message(False, data, peer, tag)
 
     def send_recv(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Work]:
-        """A batch."""
+        """Post a batch of messages."""
         if not self.in_order:
             works = [self.recv(data, peer, 0) for data, peer in recvs]
             return works + [self.send(data, peer, 0) for data, peer in sends]
@@ -396,7 +395,7 @@ class _Transport:
         return _Posted(self._connection, operation, sent, received)
 
     def _communicator(self, *pair: int) -> Any:
-        """The communicator of all ranks or of a pair, whose ranks have met."""
+        """The key of the communicator of all ranks, or of a pair, whose ranks have connected."""
         key = (*self._name, *(["-".join(map(str, pair))] if pair else []))
         if not self.eager:
             self._meet({(*key, "first use"): pair or range(len(self.ranks))})
@@ -404,13 +403,13 @@ class _Transport:
 
     def _connect(self, messages: Iterable[tuple[bool, int]]) -> None:
         """The first message from one rank of a communicator to another blocks both."""
-        ways = [(self.rank, peer) if sends else (peer, self.rank) for sends, peer in messages]
+        pairs = [(self.rank, peer) if sends else (peer, self.rank) for sends, peer in messages]
         self._meet(
-            {(*self._name, f"first message from {source} to {target}"): (source, target) for source, target in ways}
+            {(*self._name, f"first message from {source} to {target}"): (source, target) for source, target in pairs}
         )
 
     def _meet(self, places: Mapping[Any, Sequence[int]]) -> None:
-        """Wait at each place for the others of its ranks, the first time."""
+        """For each key, wait for its ranks, the first time only."""
         new = {place: ranks for place, ranks in places.items() if place not in self._connection.connected}
         meetings = [
             self._connection.collective(place, tuple(self.ranks[rank] for rank in ranks), "connect", (), b"")
@@ -421,12 +420,12 @@ class _Transport:
         self._connection.connected.update(new)
 
     def _next(self, *name: str) -> Any:
-        """A key of its own for each operation, the same on all ranks."""
+        """A new key for each operation, the same on all ranks."""
         return (*name, next(self._connection.times.setdefault(name, itertools.count())))
 
 
 class _Sent:
-    """A message that gloo has taken a copy of."""
+    """A sent message that gloo has buffered."""
 
     def __init__(self, work: _Posted) -> None:
         work.result = []

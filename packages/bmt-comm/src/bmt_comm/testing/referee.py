@@ -1,4 +1,4 @@
-"""The process-wide side of :mod:`bmt_comm.testing.rules`: ranks tell it what they post, and it tells them what ends."""
+"""The server side of :mod:`bmt_comm.testing.rules`: gets the operations of all ranks, and sends the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Referee:
         self.address = os.path.join(self._folder, "socket")
         self._listener = Listener(self.address, "AF_UNIX", backlog=size)
         self._connections: dict[Connection, int] = {}
-        self._told = False  # all ranks, of a failure
+        self._sent_failure = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="bmt-referee", daemon=True)
 
@@ -57,12 +57,12 @@ class Referee:
                 if ready is listening:
                     connection = self._listener.accept()
                     self._connections[connection] = receive(connection)
-                    if self._told:  # else it would be the only one that does not know
+                    if self._sent_failure:  # before this rank connected
                         self._send(connection, ("failed", self.rules.failure))
                 else:
-                    self._hear(ready)  # type: ignore[arg-type]
+                    self._handle_message(ready)  # type: ignore[arg-type]
 
-    def _hear(self, connection: Connection) -> None:
+    def _handle_message(self, connection: Connection) -> None:
         rank = self._connections[connection]
         try:
             kind, *details = receive(connection)
@@ -72,15 +72,15 @@ class Referee:
             self.rules.leave(rank)
         else:
             if kind == "post":
-                self._tell_of(self.rules.post(details[0]))
+                self._send_results(self.rules.post(details[0]))
             else:
                 self.rules.wait(rank, *details)
-        if self.rules.failure and not self._told:
-            self._told = True
+        if self.rules.failure and not self._sent_failure:
+            self._sent_failure = True
             for each in self._connections:
                 self._send(each, ("failed", self.rules.failure))
 
-    def _tell_of(self, ended: list[Operation]) -> None:
+    def _send_results(self, ended: list[Operation]) -> None:
         by_rank = {rank: connection for connection, rank in self._connections.items()}
         for each in ended:
             if each.rank in by_rank:
@@ -88,5 +88,5 @@ class Referee:
                 self._send(by_rank[each.rank], ("ended", each.number, received or each.results))
 
     def _send(self, connection: Connection, message: object) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which it tells by the end of its connection
+        with contextlib.suppress(OSError):  # the rank is gone; the end of its connection is handled elsewhere
             send(connection, message)

@@ -1,4 +1,4 @@
-"""What became of one call on every rank, and how that is told to a person."""
+"""The outcome of one call on every rank, and a text that describes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankReport:
 
 
 def describe(reports: Sequence[RankReport]) -> str:
-    """Text that names the failing ranks, first failure first, and says what the others were doing."""
+    """A text that names the failing ranks, first failure first, and says what the others were doing."""
     order = [Outcome.DIED, Outcome.RAISED, Outcome.TIMED_OUT, Outcome.STOPPED]
     failed = sorted((r for r in reports if r.failed), key=lambda r: (order.index(r.outcome) > 1, r.after))
     lines = []

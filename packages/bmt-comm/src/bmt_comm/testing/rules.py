@@ -1,4 +1,4 @@
-"""NCCL's rules for operations between ranks, without communication: what may run, and who waits for whom.
+"""NCCL's rules for operations between ranks, without communication: which operations may run, and which ranks wait.
 
 [Note: rules]
     - Operations of one communicator run one at a time on each rank, in the order in which the rank has posted them.
@@ -23,7 +23,7 @@ MESSAGES = "messages"
 
 @dataclass(eq=False)
 class Message:
-    """A part of an operation: what is sent to a peer, or received from it (``payload`` is there when it has been)."""
+    """A part of an operation: a message to a peer, or from it (then ``payload`` is set when it has arrived)."""
 
     sends: bool
     peer: int
@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(eq=False)
 class Operation:
-    """What a rank has posted.
+    """An operation that a rank has posted.
 
     Attributes:
         number: of the operation on its rank.
@@ -46,8 +46,8 @@ class Operation:
         form: what must be the same on all ranks of a collective (sizes, the root).
         payload: what the rank contributes to a collective.
         messages: of a batch.
-        aside: whether it was posted by another thread than that which waits.
-        results: of a collective, when it has run: what each rank has contributed, in the order of ``ranks``.
+        aside: whether it was posted by another thread than the one that waits.
+        results: of a collective that has run: the payloads of all ranks, in the order of ``ranks``.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Rules:
     """The operations of all ranks.
 
     Attributes:
-        failure: why nothing more will run, once that is known.
+        failure: why nothing more will run; "": nothing is known to have failed.
     """
 
     def __init__(self, size: int) -> None:
@@ -98,7 +98,7 @@ class Rules:
         self._threaded: set[int] = set()
 
     def post(self, operation: Operation) -> list[Operation]:
-        """A rank posts an operation. Returns those, of all ranks, that have ended by it."""
+        """A rank posts an operation. Returns the operations, of all ranks, that have ended because of it."""
         if self.failure:
             return []
         if operation.aside:
@@ -180,7 +180,7 @@ class Rules:
 
 
 def _run(queues: dict[int, deque[_Entry]], free: Collection[int], exchange: bool) -> list[Operation]:
-    """Run what can be of one communicator, and return the operations that have ended.
+    """Run the operations of one communicator that can run, and return those that have ended.
 
     Args:
         queues: of each rank.

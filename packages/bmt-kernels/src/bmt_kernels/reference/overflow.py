@@ -14,6 +14,6 @@ def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tens
     if out is None:
         out = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else "cpu")
     for tensor in tensors:
-        found = tensor.isfinite().all().logical_not()
-        out.copy_(torch.maximum(out, found.to(torch.float32)))
+        has_nonfinite = tensor.isfinite().all().logical_not()
+        out.copy_(torch.maximum(out, has_nonfinite.to(torch.float32)))
     return out

@@ -40,10 +40,10 @@ def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, bl
 
 
 def _blocks(numbers: Tensor, scales: Tensor, values: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The whole blocks, and the last one: numbers, scales, values; of shapes (n, k), (n, 1), (n, k)."""
+    """The full blocks, and the last one: numbers, scales, values; of shapes (n, k), (n, 1), (n, k)."""
     numel = values.numel()
-    whole, count = numel // block, -(-numel // block)
-    for first, last, width in ((0, whole, block), (whole, count, numel % block)):
+    full, count = numel // block, -(-numel // block)
+    for first, last, width in ((0, full, block), (full, count, numel % block)):
         if first < last:
             part = slice(first * block, first * block + (last - first) * width)
             yield numbers[part].view(-1, width), scales[first:last].unsqueeze(1), values[part].view(-1, width)
