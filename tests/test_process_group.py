@@ -434,6 +434,10 @@ def test_a_group_of_one_rank_takes_what_a_group_of_several_takes():
         def of_other_size(group, size):
             dist.all_to_all_single(torch.ones(3), torch.ones(2), [3] + [0] * (size - 1), [2] + [0] * (size - 1), group)
 
+        def of_own_size(group, size):  # from a rank to itself
+            outs = [torch.zeros(3 if rank == dist.get_rank(group) else 1) for rank in range(size)]
+            dist.all_to_all(outs, [torch.ones(1)] * size, group=group)
+
         def _root(rank):
             options = dist.BroadcastOptions()
             options.rootRank = rank

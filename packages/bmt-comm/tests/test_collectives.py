@@ -119,6 +119,22 @@ def test_other_precisions_and_large_tensors(ctx, device_type, dtype):
 
 
 @pytest.mark.ranks(2, 3)
+def test_the_gradient_of_a_complex_product(ctx, device_type):
+    size = ctx.world_size
+    generator = torch.Generator().manual_seed(5)
+    everyone = torch.randn(size, 2 * size, dtype=torch.complex128, generator=generator).requires_grad_()
+    w = torch.randn(size, 2 * size, dtype=torch.complex128, generator=generator)
+    (wanted,) = torch.autograd.grad((w * reduced(everyone, "prod")).sum().real, everyone)
+    x = everyone.detach()[ctx.rank].to(device_type).requires_grad_()
+    (grad,) = torch.autograd.grad((w[ctx.rank].to(device_type) * bmt_comm.all_reduce(x, "prod")).sum().real, x)
+    torch.testing.assert_close(grad.cpu(), wanted[ctx.rank])
+    (wanted,) = torch.autograd.grad((w[:, :2] * reduced(everyone, "prod").view(size, 2)).sum().real, everyone)
+    part = bmt_comm.reduce_scatter(x, "prod")
+    (grad,) = torch.autograd.grad((w[ctx.rank, :2].to(device_type) * part).sum().real, x)
+    torch.testing.assert_close(grad.cpu(), wanted[ctx.rank])
+
+
+@pytest.mark.ranks(2, 3)
 def test_any_strides_in_and_gradients_of_any_strides_back(ctx, device_type):
     size = ctx.world_size
 
@@ -140,6 +156,13 @@ def test_any_strides_in_and_gradients_of_any_strides_back(ctx, device_type):
             lambda x: bmt_comm.reduce_scatter(x, op),  # noqa: B023
             ref(lambda x: reduced(x, op).unflatten(0, (size, 6 // size))),  # noqa: B023
         )
+    # Lazily conjugated inputs and gradients.
+    x = torch.tensor([[1 + 2j, 3j], [0.5, 1 - 1j]] * size, device=device_type, requires_grad=True)
+    for function in (bmt_comm.all_gather, bmt_comm.all_reduce, bmt_comm.reduce_scatter):
+        y = function(x.conj())
+        (grad,) = torch.autograd.grad((y.conj() * 2j).sum().real, x)
+        torch.testing.assert_close(y, function(x.conj().resolve_conj()))
+        torch.testing.assert_close(grad, torch.full_like(x, -2j * (1 if function is bmt_comm.reduce_scatter else size)))
     # A gradient with stride 0, as sum() makes it.
     x = torch.ones(3, device=device_type, requires_grad=True)
     bmt_comm.all_gather(x).sum().backward()

@@ -17,6 +17,8 @@ def test_sum_loss_is_the_mean_and_leaves_the_loss_alone(ctx, device_type):
     assert not mean.requires_grad
     assert loss.item() == 2.0 * rank
     assert sum_loss(torch.full((2, 3), float(rank), device=device_type).t()).shape == (3, 2)
+    half = sum_loss(torch.tensor(60000.0, dtype=torch.float16, device=device_type))  # whose sum overflows
+    assert (half.dtype, half.item()) == (torch.float16, 60000.0)
     assert sum_loss(torch.tensor(rank, device=device_type)).item() == pytest.approx((n - 1) / 2)
 
 

@@ -176,6 +176,39 @@ def test_a_rank_ends_though_its_report_and_its_waits_fail(tmp_path):
     assert "rank 0 is ended" in done.stderr
 
 
+PRINTING = """
+    import io
+    import sys
+    import time
+    import torch.distributed as dist
+    from bmt_comm import watch
+    from bmt_comm.startup import Peer
+
+    def hook(*args):  # as torch's: what is printed meanwhile goes to a buffer
+        before, sys.stderr = sys.stderr, io.StringIO()
+        time.sleep(1.0)
+        sys.stderr = before
+        print("rank 0:", args[1], file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+    peers = {rank: Peer.here() for rank in range(2)}
+    made = watch.Watch(dist.HashStore(), 0, 2, peers, 600.0, lambda message: None)
+    made._alarm("rank 0 waits")
+    made._concluded.wait(20)
+    time.sleep(watch._WAKE - 0.2)
+    raise watch.RankFailureError(made._message)
+"""
+
+
+def test_a_rank_is_not_ended_while_it_prints_why(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PRINTING))
+    env = {**os.environ, "BMT_FAULT_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 1
+    assert "rank 0: rank 0 waits" in done.stderr
+
+
 def test_the_file_of_a_rank_tells_what_the_flight_recorder_knows(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RECORDED))

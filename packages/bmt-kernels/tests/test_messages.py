@@ -314,14 +314,21 @@ def test_waits_end_when_they_should():
     box = torch.zeros(8, dtype=torch.uint8)
     start = time.monotonic()
     works = [b.receive(box, 0) for _ in range(3)]
-    for work in [*works, *works]:  # who was late once is not waited for again
-        with pytest.raises(RuntimeError, match=r"member 0 has not sent or received a message for 0\.2 seconds"):
+    late = "since an earlier wait has timed out"  # who was late once is not waited for again
+    for work, text in zip([*works, *works], [r"for 0\.2 seconds", late, late] * 2, strict=True):
+        with pytest.raises(RuntimeError, match=f"member 0 has not sent or received a message {text}"):
             work.wait()
     assert time.monotonic() - start < 0.55
     a.send(numbered(3), 1)  # none of those gets it
     assert box.tolist() == [0] * 8
     b.receive(box, 0).wait()
     assert torch.equal(box, numbered(3))
+    # A message has come, so the member is waited for again. After a shorter wait than usual it is, too.
+    for short in (0.1, None):
+        with pytest.raises(RuntimeError, match=r"for 0\.1 seconds" if short else r"for 0\.2 seconds"):
+            b.receive(box, 0).wait(short)
+    a.send(numbered(1), 1)
+    b.receive(box, 0).wait()
     work = a.receive(box, None, 1)
     thread = threading.Timer(0.05, a.stop, ["enough"])
     thread.start()

@@ -10,7 +10,7 @@ all_gather         every rank's x                        sum over ranks of the g
 all_reduce sum     Σ x                                   sum over ranks of the gradient
 all_reduce avg     Σ x / n                               the same, divided by n
 all_reduce max/min extreme of x                          the sum, shared equally among the ranks that tie
-all_reduce prod    Π x                                   the sum × the product of the other ranks' x
+all_reduce prod    Π x                                   the sum × the conjugate product of the other ranks' x
 reduce_scatter     my part of the reduction              as all_reduce, from the gathered gradients
 broadcast          the root's x                          root: sum over ranks; elsewhere zero
 send / recv        the sender's x                        the receiver's gradient, sent back
@@ -32,6 +32,7 @@ from ._compat import not_compiled
 from .combine import REDUCE_OPS
 from .communicator import Communicator
 from .context import current_context
+from .memory_ranges import as_in_memory
 
 
 @not_compiled
@@ -92,13 +93,13 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return _gather(x.contiguous(), comm)
+        return _gather(as_in_memory(x), comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(grad.shape[1:])
-        ctx.comm.reduce_scatter(out, grad.contiguous())
+        ctx.comm.reduce_scatter(out, as_in_memory(grad))
         return out, None
 
 
@@ -121,7 +122,7 @@ class _AllReduce(torch.autograd.Function):
             total /= ctx.comm.size
         elif ctx.op != "sum":
             x, out = ctx.saved_tensors
-            total *= _share(_gather(x.contiguous(), ctx.comm), ctx.op, out)[ctx.comm.rank]
+            total *= _share(_gather(as_in_memory(x), ctx.comm), ctx.op, out)[ctx.comm.rank].conj()
         return total, None, None
 
 
@@ -129,7 +130,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, comm: Communicator) -> Tensor:
         out = x.new_empty((x.shape[0] // comm.size, *x.shape[1:]))
-        comm.reduce_scatter(out, x.contiguous(), op)
+        comm.reduce_scatter(out, as_in_memory(x), op)
         ctx.op, ctx.comm = op, comm
         if op in ("max", "min", "prod"):
             ctx.save_for_backward(x, out)
@@ -139,13 +140,13 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         comm: Communicator = ctx.comm
-        total = _gather(grad.contiguous(), comm)  # (size, rows / size, ...)
+        total = _gather(as_in_memory(grad), comm)  # (size, rows / size, ...)
         if ctx.op == "avg":
             total /= comm.size
         elif ctx.op != "sum":
             x, out = ctx.saved_tensors
-            everyone = _gather(x.contiguous(), comm).view(comm.size, *total.shape)  # whose, part, rows...
-            total *= _share(everyone, ctx.op, _gather(out, comm))[comm.rank]
+            everyone = _gather(as_in_memory(x), comm).view(comm.size, *total.shape)  # whose, part, rows...
+            total *= _share(everyone, ctx.op, _gather(out, comm))[comm.rank].conj()
         return total.flatten(0, 1), None, None
 
 
@@ -192,7 +193,7 @@ class _Send(torch.autograd.Function):
         header += [0] * (3 + _MAX_DIMS - len(header))
         comm.send(torch.tensor(header, dtype=torch.int64, device=comm.device), peer)
         if x.numel():
-            comm.send(x.contiguous(), peer)
+            comm.send(as_in_memory(x), peer)
         ctx.shape, ctx.dtype, ctx.device, ctx.peer, ctx.comm = x.shape, x.dtype, x.device, peer, comm
         return torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
 
@@ -223,7 +224,7 @@ class _Recv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if grad.numel():
-            ctx.comm.send(grad.contiguous(), ctx.peer)
+            ctx.comm.send(as_in_memory(grad), ctx.peer)
         return None, None, None
 
 

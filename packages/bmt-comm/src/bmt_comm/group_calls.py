@@ -155,6 +155,13 @@ class GroupCall:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], joined: Sequence[Tensor] | None = None
     ) -> None:
         """``joined``: the tensor that the outputs are parts of and that of the inputs, if there are such."""
+        me = self._group.own_rank
+        if outputs[me].numel() != inputs[me].numel():
+            self._group.notify("an all_to_all whose own part does not fit, which raises ValueError")
+            raise ValueError(
+                f"all_to_all: rank {me} sends {inputs[me].nbytes} bytes to rank {me}, whose output takes "
+                f"{outputs[me].nbytes}"
+            )
         if overlap(map(addresses, joined or (*outputs, *inputs))):
             inputs = [chunk.clone() for chunk in inputs]
         nothing = inputs[0][:0]  # lengths differ between ranks

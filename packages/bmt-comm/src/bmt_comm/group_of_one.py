@@ -41,8 +41,6 @@ class CollectivesOfOneRank:
         return Pending([], partial(copy_between, out, chunks[0]), None)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
-        if outputs[0].nbytes != inputs[0].nbytes:
-            raise ValueError(f"all_to_all: {inputs[0].nbytes} bytes are sent, and the output takes {outputs[0].nbytes}")
         return Pending([], partial(copy_between, outputs[0].view(torch.uint8), inputs[0].view(torch.uint8)), None)
 
     def stop(self, why: str) -> None:

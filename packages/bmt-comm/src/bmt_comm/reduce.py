@@ -26,18 +26,19 @@ def wait_loader() -> None:
 def sum_loss(loss: Tensor, comm: Communicator | None = None) -> Tensor:
     """The **mean** of ``loss`` over the ranks of ``comm`` (by default the world); not differentiable.
 
-    Integers are averaged in torch's default dtype. With ``init_distributed(deterministic=True)``, the order of the sum
-    is that of :func:`tree_sum`.
+    Integers are averaged in torch's default dtype, half-precision numbers in fp32. With
+    ``init_distributed(deterministic=True)``, the order of the sum is that of :func:`tree_sum`.
     """
     comm = comm or current_context().world
     dtype = loss.dtype if loss.is_floating_point() or loss.is_complex() else torch.get_default_dtype()
-    result = torch.empty(loss.shape, dtype=dtype, device=comm.device).copy_(loss.detach())
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # a sum of halves may overflow
+    result = torch.empty(loss.shape, dtype=wide, device=comm.device).copy_(loss.detach())
     if is_initialized() and current_context().deterministic:
         comm.all_reduce(result, TREE_SUM)
         result /= comm.size
     else:
         comm.all_reduce(result, "avg")
-    return result.to(loss.device)
+    return result.to(loss.device, dtype)
 
 
 def gather_result(result: Tensor) -> Tensor:

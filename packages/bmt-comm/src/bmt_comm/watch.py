@@ -87,6 +87,7 @@ class Watch:
         self._message = ""
         self._compared: dict[str, bool] = {}  # keys of waits that were compared, and whether this rank wrote them
         self._hook = sys.excepthook
+        self._printing = threading.Lock()  # held while an exception that ends this rank is printed
         sys.excepthook = self._uncaught
         self._thread = threading.Thread(target=self._run, name="bmt-watch", daemon=True)
         self._thread.start()
@@ -127,7 +128,8 @@ class Watch:
         self._news.set()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        self._hook(kind, error, stack)
+        with self._printing:
+            self._hook(kind, error, stack)
         if issubclass(kind, Exception) and not isinstance(error, RankFailureError) and not self._stopping:
             self._raised = "".join(traceback.format_exception(kind, error, stack))
             self._delivered.set()
@@ -278,6 +280,10 @@ class Watch:
         except Exception:
             _log.exception("the waits of rank %d could not be ended", self.rank)
         if self._delivered.wait(_WAKE) or self._stopping:
+            return
+        # torch's hook of exceptions lets another file be sys.stderr while it formats them.
+        if self._printing.acquire(timeout=_ANSWER) and self._delivered.is_set():
+            self._printing.release()
             return
         sys.stderr.write(f"{message}\nrank {self.rank} is ended\n")
         sys.stderr.flush()

@@ -217,6 +217,7 @@ class SharedMemoryMessages:
                 work._end(work.peer, work.error or RuntimeError(gone))
             else:
                 work._end(peer, None)
+                self._late.discard(peer)
             self._unfinished.pop(number, None)
         self._native.forget([number for number, *_ in finished])
 
@@ -238,8 +239,9 @@ class SharedMemoryMessages:
 
     def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
         native, number = self._native, work.number
+        usual = self.timeout() if callable(self.timeout) else self.timeout
         if timeout is None:
-            timeout = self.timeout() if callable(self.timeout) else self.timeout
+            timeout = usual
         peers = self._peers(work)
         late = self._late.issuperset(peers)
         deadline = time.monotonic() + (0.0 if late else timeout)
@@ -258,8 +260,9 @@ class SharedMemoryMessages:
                 return
             if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
-                work.cancel(RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds"))
-                if work.error is not None:  # otherwise it was done at the last moment
+                waited = "since an earlier wait has timed out" if late else f"for {timeout:g} seconds"
+                work.cancel(RuntimeError(f"{named} has not sent or received a message {waited}"))
+                if work.error is not None and timeout >= usual:  # otherwise it was done at the last moment
                     self._late.update(peers)
                 return
 
