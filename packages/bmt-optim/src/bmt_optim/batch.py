@@ -70,11 +70,6 @@ class Batch:
         """The device of all tensors."""
         return self.weights[0].device
 
-    @property
-    def matrices(self) -> Sequence[LogicalParam]:
-        """``logical_params``, under its former name."""
-        return self.logical_params
-
     def __len__(self) -> int:
         return len(self.logical_params)
 
