@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -298,3 +299,27 @@ def test_layers_that_the_last_micro_batch_skips_under_hybrid_sharding(ctx, optio
         assert_same_gradients(model, plain)
         for each in (model, plain):
             each.zero_grad()
+
+
+class ReturnsIterator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        y = torch.tanh(self.first(x))
+        return iter([y, self.second(y)])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@own_memory()
+def test_outputs_in_an_iterator(ctx, use_checkpoint):
+    torch.manual_seed(0)
+    plain = ReturnsIterator()
+    model = shard(copy.deepcopy(plain), zero_level=3, use_checkpoint=use_checkpoint)
+    for each in (model, plain):
+        x = seeded(0, 3, WIDTH).requires_grad_()
+        first, second = each(x)
+        ((first * second).sum() / (ctx.world_size if each is model else 1)).backward()
+    assert_same_gradients(model, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, torch.nn.Module)
+_ITERATORS = (type(iter([])), type(iter(())))
 
 
 def find_tensors(value: Any, in_objects: bool = True) -> list[Tensor]:
@@ -39,6 +41,8 @@ def _contents(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, (set, frozenset)):
         return list(value)
+    if isinstance(value, _ITERATORS):
+        return list(copy.copy(value))  # the caller's is not consumed
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if callable(value):
