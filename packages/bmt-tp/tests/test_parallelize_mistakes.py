@@ -149,6 +149,24 @@ def test_fsdp2_of_shards_is_refused(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
+def test_dropout_of_ranks_that_draw_different_numbers(ctx, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("bmt_tp.first_batch"), "warning", warnings.append)
+
+    def run(seed: int, p: float) -> None:
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(mlp(), nn.Dropout(p)), {f"0.{name}": style for name, style in PLAN.items()})
+        torch.manual_seed(seed)
+        model(torch.ones(2, 6))
+
+    run(1, 0.5)
+    run(ctx.rank, 0.0)
+    assert not warnings
+    run(ctx.rank, 0.5)
+    assert ["seed the ranks of a tensor-parallel group alike" in each for each in warnings] == [True] * (ctx.rank == 0)
+
+
+@pytest.mark.ranks(2, tp_size=2)
 def test_an_input_that_may_be_replicated(ctx, monkeypatch):
     warnings: list[str] = []
     monkeypatch.setattr(logging.getLogger("bmt_tp.parallel_linear"), "warning", warnings.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -12,6 +13,9 @@ from bmt_comm import Communicator
 
 from .batch import check_same_batch, have_equal_values
 from .parameters import ShardModule, TensorParallelParameter
+from .random import default_generator
+
+_log = logging.getLogger(__name__)
 
 
 class FirstBatchCheck:
@@ -33,6 +37,7 @@ class FirstBatchCheck:
             inputs += [x for value in inputs if type(value) is dict for x in value.values()]
             check_same_batch(*(x for x in inputs if isinstance(x, Tensor)), comm=self.comm)
             _check_not_fully_sharded(module)
+            _warn_of_random_states(module, self.comm)
             if not self.were_equal and have_equal_values(self._shards(module), self.comm):
                 raise RuntimeError(
                     "the tensor-parallel ranks have the same values in different shards, which were overwritten: give "
@@ -40,6 +45,17 @@ class FirstBatchCheck:
                     "parallelize shards it"
                 )
             self.done = True
+
+
+def _warn_of_random_states(model: nn.Module, comm: Communicator) -> None:
+    """Warn if the tensor-parallel ranks draw different numbers, and dropout applies to what they have in common."""
+    are_equal = have_equal_values([default_generator(comm.device).get_state()], comm)
+    drops = model.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+    if not are_equal and drops and comm.rank == 0 and comm.size > 1 and not comm.is_planned:
+        _log.warning(
+            "the random generators of the tensor-parallel ranks differ, so dropout gives these ranks different "
+            "activations, and their replicas of parameters drift apart: seed the ranks of a tensor-parallel group alike"
+        )
 
 
 def _check_not_fully_sharded(model: nn.Module) -> None:

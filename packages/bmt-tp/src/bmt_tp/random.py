@@ -33,7 +33,7 @@ def per_rank_random(comm: Communicator | None = None, device: torch.device | str
     if comm.size == 1:
         yield
         return
-    generator = _default_generator(comm.device if device is None else torch.device(device))
+    generator = default_generator(comm.device if device is None else torch.device(device))
     state = generator.get_state()
     digest = hashlib.sha256(state.numpy().tobytes() + comm.rank.to_bytes(4, "little")).digest()
     try:
@@ -45,7 +45,7 @@ def per_rank_random(comm: Communicator | None = None, device: torch.device | str
         torch.empty(1, device=generator.device).uniform_(generator=generator)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
