@@ -458,8 +458,9 @@ def test_a_group_of_one_rank_takes_what_a_group_of_several_takes():
             work = reduce_scatter_single(out, x, group=alone, async_op=True)
         work.wait()
         assert out.tolist() == [1.0, 1.0]
-        with pytest.raises((RuntimeError, ValueError)):
-            of_other_size(alone, 1)
+        for refused in (of_other_size, of_own_size):
+            with pytest.raises((RuntimeError, ValueError)):
+                refused(alone, 1)
         with pytest.raises((RuntimeError, ValueError)):
             of_no_rank(alone, 1)
         all_reduce(alone, 1)
@@ -467,6 +468,11 @@ def test_a_group_of_one_rank_takes_what_a_group_of_several_takes():
 
 def wrong_size(x, rank, size):
     all_gather_single(torch.empty(size * len(x) + rank), x)
+
+
+def wrong_own_size(x, rank, size):
+    """What a rank sends to itself does not fit."""
+    dist.all_to_all([torch.empty(len(x) + (rank and i == dist.get_rank())) for i in range(size)], [x] * size)
 
 
 def expanded(x, rank, size):
@@ -488,6 +494,7 @@ def premul_sum(x, rank, size):
     [
         (wrong_size, "all_gather which raises RuntimeError"),
         (expanded, "which raises ValueError"),
+        (wrong_own_size, "which raises ValueError"),
         (sparse, "all_reduce over gloo"),
         (premul_sum, "all_reduce over gloo"),
     ],
@@ -510,7 +517,7 @@ def test_what_all_ranks_are_refused_alike_changes_nothing():
     with job():
         for numel in (3, 1_000_000):
             for _ in range(3):
-                for call in (wrong_size, expanded, premul_sum):
+                for call in (wrong_size, expanded, wrong_own_size, premul_sum):
                     with pytest.raises((RuntimeError, ValueError)):
                         call(torch.ones(numel), 1, 2)
                 x = torch.ones(numel)

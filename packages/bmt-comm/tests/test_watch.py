@@ -186,7 +186,7 @@ PRINTING = """
 
     def hook(*args):  # as torch's: what is printed meanwhile goes to a buffer
         before, sys.stderr = sys.stderr, io.StringIO()
-        time.sleep(1.0)
+        time.sleep(0.6)
         sys.stderr = before
         print("rank 0:", args[1], file=sys.stderr, flush=True)
 
@@ -195,7 +195,7 @@ PRINTING = """
     made = watch.Watch(dist.HashStore(), 0, 2, peers, 600.0, lambda message: None)
     made._alarm("rank 0 waits")
     made._concluded.wait(20)
-    time.sleep(watch._WAKE - 0.2)
+    time.sleep(watch._WAKE - 0.3)
     raise watch.RankFailureError(made._message)
 """
 

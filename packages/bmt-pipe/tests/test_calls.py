@@ -64,15 +64,15 @@ Pair = namedtuple("Pair", "left right")
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
 def test_a_square_mask_is_told_in_the_log(ctx: ParallelContext) -> None:
     twins, mask, said = Twins(ctx, Anything), random(60, 3, 3), []
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(logging.getLogger("bmt_pipe.arguments"), "warning", lambda text, *of: said.append(text % of))
-    for length, told in ((4, 0), (3, 1), (3, 1)):  # as many positions as samples: rows of samples, or one mask
-        twins.piped(hidden(ctx, 3, length), a_mask=random(60, 3, length, 1))
-        assert len(said) == told
-    assert "'a_mask' of shape (3, 3, 1) is divided with the batch of 3 samples" in said[0]
-    twins.check("named", [hidden(ctx, 3), mask], lambda f, x, mask: f(x, key=mask, batch_related=["key"]))
-    monkeypatch.undo()
-    assert len(said) == 1
+    log = logging.getLogger("bmt_pipe.arguments")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "warning", lambda text, *values: said.append(text % values))
+        for length, count in ((4, 0), (3, 1), (3, 1)):  # as many positions as samples: rows of samples, or one mask
+            twins.piped(hidden(ctx, 3, length), a_mask=random(60, 3, length, 1))
+            assert len(said) == count
+        assert "'a_mask' of shape (3, 3, 1) is divided with the batch of 3 samples" in said[0]
+        twins.check("named", [hidden(ctx, 3), mask], lambda f, x, mask: f(x, key=mask, batch_related=["key"]))
+        assert len(said) == 1
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)

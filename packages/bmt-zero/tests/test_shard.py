@@ -476,10 +476,15 @@ class Interrupted(nn.Module):
 
 @pytest.mark.ranks(2)
 @every_level
-def test_a_state_dict_is_loaded_after_a_forward_was_interrupted(ctx, level):
+def test_state_dicts_after_a_forward_was_interrupted(ctx, level):
     with own_memory():  # where ranks share memory, what was unsharded is the sharded parameters' memory
         model = Block(Interrupted(), zero_level=level)
         params = list(model.parameters())
+        with pytest.raises(KeyboardInterrupt):
+            model(seeded(0, 3, 5))
+        saved = model.state_dict()
+        assert saved["linear.weight"].untyped_storage() is not saved["linear.bias"].untyped_storage()
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
         with pytest.raises(KeyboardInterrupt):
             model(seeded(0, 3, 5))
         state = {"linear.weight": seeded(1, 5, 5), "linear.bias": seeded(2, 5)}

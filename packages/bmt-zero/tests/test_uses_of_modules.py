@@ -262,8 +262,8 @@ def accumulate(ctx, model, plain, deferring, divisor):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("is_overwritten", [False, True])
-def test_layers_that_the_last_micro_batch_skips(ctx, level, is_overwritten):
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_layers_that_the_last_micro_batch_skips(ctx, level, set_to_none):
     torch.manual_seed(0)
     plain = SomeLayers()
     model = BMTrainModelWrapper(copy.deepcopy(plain), zero_level=level)
@@ -271,7 +271,7 @@ def test_layers_that_the_last_micro_batch_skips(ctx, level, is_overwritten):
         accumulate(ctx, model, plain, lambda first: no_sync(model) if first else nullcontext(), ctx.world_size)
         assert_same_gradients(model, plain)
         for each in (model, plain):
-            each.zero_grad(set_to_none=is_overwritten)
+            each.zero_grad(set_to_none=set_to_none)
     with no_sync(model):
         model(seeded(ctx.rank, 4, WIDTH), (0, 1, 2)).square().mean().backward()
     model.zero_grad()  # also what waits

@@ -128,11 +128,13 @@ class Watch:
         self._news.set()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        is_own = issubclass(kind, Exception) and not isinstance(error, RankFailureError) and not self._stopping
         with self._printing:
             self._hook(kind, error, stack)
-        if issubclass(kind, Exception) and not isinstance(error, RankFailureError) and not self._stopping:
+            if is_own:
+                self._delivered.set()
+        if is_own:
             self._raised = "".join(traceback.format_exception(kind, error, stack))
-            self._delivered.set()
             self._alarm(f"rank {self.rank} raised {traceback.format_exception_only(kind, error)[-1].strip()}")
             self._concluded.wait(_ANSWER + 1.0)
 

@@ -98,7 +98,7 @@ class SharedMemoryMessages:
         self._unfinished: dict[int, MessageWork] = {}  # keeps them, and their tensors, alive
         self._ending = threading.RLock()  # held while works end; a signal handler in the same thread may end some, too
         self._numbers = itertools.count(1)
-        self._late: set[int] = set()  # ranks for which a wait has timed out: it does not wait for them again
+        self._late: set[int] = set()  # a wait for these ranks has timed out; they are not waited for before a message
         self._stopped = ""
         self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
         weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
@@ -262,7 +262,7 @@ class SharedMemoryMessages:
                 named = " and ".join(self.names[rank] for rank in peers)
                 waited = "since an earlier wait has timed out" if late else f"for {timeout:g} seconds"
                 work.cancel(RuntimeError(f"{named} has not sent or received a message {waited}"))
-                if work.error is not None and timeout >= usual:  # otherwise it was done at the last moment
+                if work.error is not None and timeout >= usual:  # not done at the last moment
                     self._late.update(peers)
                 return
 

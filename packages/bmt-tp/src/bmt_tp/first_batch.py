@@ -64,9 +64,9 @@ def _check_not_fully_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, sharded) and any(isinstance(part, ShardModule) for part in module.modules()):
             raise RuntimeError(
-                f"torch's fully_shard has sharded {name or type(module).__name__!r}, which parallelize has sharded: "
-                f"clipping and state dicts would take shards for logical parameters; use bmt_zero (fully_shard, "
-                f"BMTrainModelWrapper) or DistributedDataParallel over the data-parallel ranks"
+                f"torch's fully_shard has sharded {name or type(module).__name__!r}, which parallelize has already "
+                f"sharded: clipping and state dicts would take shards for logical parameters; use bmt_zero "
+                f"(fully_shard, BMTrainModelWrapper) or DistributedDataParallel over the data-parallel ranks"
             )
 
 

@@ -11,7 +11,7 @@ import enum
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -224,7 +224,7 @@ class StepContext:
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
             if len(self._passes) == 1 and not self._nested:
-                self._reduce_deferred()
+                self._reduce_deferred(self._passes[task].groups)
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
             if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
                 self.finish_reductions()
@@ -242,11 +242,15 @@ class StepContext:
         if stream is not None and caller is not None and caller != stream:
             caller.wait_stream(stream)
 
-    def _reduce_deferred(self) -> None:
-        """Reduce gradients of earlier backward passes whose modules take no part in this one."""
+    def _reduce_deferred(self, groups: Iterable[ParameterGroup]) -> None:
+        """Reduce gradients of earlier backward passes whose modules take no part in this one, which has ``groups``.
+
+        Others than the ranks of this pass may not have come here: gradients that need them go on waiting.
+        """
         if self._deferring:
-            waiting = [reducer for reducer in self._deferring if reducer.has_deferred]
-            self._deferring = {reducer: None for reducer in self._deferring if reducer.defers}
+            here = {comm for group in groups for comm in group.communicators}
+            waiting = [r for r in self._deferring if r.has_deferred and here.issuperset(r.flat.communicators)]
+            self._deferring = {r: None for r in self._deferring if r.defers or (r.has_deferred and r not in waiting)}
             with torch.no_grad():  # for create_graph=True
                 self.reduce_accumulated(waiting)
 
@@ -336,7 +340,7 @@ class StepContext:
             self._copying.popitem()[0].wait_for_copy()
 
     def reduce_accumulated(self, reducers: Sequence[GradientReducer]) -> None:
-        """Reduce gradients that were accumulated under ``no_sync``, if no backward will; all ranks must call it."""
+        """Reduce gradients of earlier backward passes, if no backward will; all ranks must call it."""
         for reducer in reducers:
             self.finish_reductions()
             reducer.reduce_accumulated()

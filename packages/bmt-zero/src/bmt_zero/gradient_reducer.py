@@ -145,7 +145,7 @@ class GradientReducer:
     def reduce_accumulated(self) -> None:
         """Reduce gradients of earlier backward passes, if no backward will; all ranks must call it."""
         if self.has_deferred:
-            self.reduce([None] * len(self.flat.params), needed=False)
+            self.reduce([None] * len(self.flat.params), needed=True)  # a script may have unsharded the parameters
 
     def rebind_storage(self) -> None:
         """Move the shard if the parameters were moved, by ``model.to(...)`` for example."""

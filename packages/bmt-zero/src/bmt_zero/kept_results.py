@@ -84,7 +84,7 @@ class Result:
         return self.versions == [x._version for x in self._tensors]
 
     def lies_in(self, storages: set[int]) -> bool:
-        return any(x.untyped_storage()._cdata in storages for x in self._tensors)
+        return any(x.untyped_storage()._cdata in storages for x in dense_tensors(self._tensors))
 
     def take(self) -> Any:
         """The output. The generator gets its state after the operation."""
@@ -112,7 +112,12 @@ def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return dense_tensors(values)
+
+
+def dense_tensors(values: Any) -> list[Tensor]:
+    """The tensors in nested containers that have a storage: not those of a sparse layout."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.layout is torch.strided]
 
 
 class CountingMode(TorchDispatchMode):

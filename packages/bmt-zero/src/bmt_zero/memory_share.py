@@ -20,11 +20,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .kept_operations import MATMULS, why_not_kept
-from .kept_results import CountingMode, Operation, written_tensors
+from .kept_results import CountingMode, Operation, dense_tensors, written_tensors
 
 FLOPS_PER_BYTE = 100
 """How many floating-point operations take as long as moving one byte: 20 to 300 on current CPUs and GPUs. Any value in
@@ -60,8 +59,7 @@ class Recording(CountingMode):
     def run(self, operation: Operation, args: Any, kwargs: Any) -> Any:
         func = operation[0]
         output = func(*args, **kwargs)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        inputs, outputs = dense_tensors((args, kwargs)), dense_tensors(output)
         self._note_writes(func, args, kwargs, inputs)
         made = []
         for tensor in outputs:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, torch.nn.Module)
-_ITERATORS = (type(iter([])), type(iter(())))
+_ITERATORS: Any = (type(iter([])), type(iter(())))
 
 
 def find_tensors(value: Any, in_objects: bool = True) -> list[Tensor]:

@@ -240,8 +240,7 @@ def add_state_hooks(slots: Iterable[Slot]) -> None:
                     names.update(dict.fromkeys(name for name in before.names if name in module._parameters))
                     del kind[key]
         hooks = _StateHooks(list(names), has_own_code(module, loading=False))
-        if hooks.replaces_before:
-            module.register_state_dict_pre_hook(hooks.before_saving)
+        module.register_state_dict_pre_hook(hooks.before_saving)
         module._register_state_dict_hook(hooks.after_saving)
         module.register_load_state_dict_pre_hook(hooks.before_loading)
 
@@ -261,7 +260,7 @@ class _StateHooks:
     @serves_shards
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         abandon_dead_calls()
-        if _unshards.get() or _own_stage.get():
+        if self.replaces_before and (_unshards.get() or _own_stage.get()):
             self.sharded = self.sharded or {name: module._parameters.get(name) for name in self.names}
             module._parameters.update(_placeholders(self.sharded))
 
@@ -422,6 +421,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     detached = {k: v.full_tensor() if isinstance(v, ShardedRows) else v for k, v in detached.items()}
     entries = with_versions(detached, versions_of(state_dict))
     refuse_fsdp1(model)
+    abandon_dead_calls()
     params = dict(model.named_parameters(remove_duplicate=False))
     if any(hasattr(param, "placements") for param in params.values()):  # FSDP2's hooks do not support placeholders
         check_entries(local_entries(model), {name: shape_of(value) for name, value in entries.items()}, strict)
