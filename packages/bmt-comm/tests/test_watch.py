@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,14 @@ def test_ranks_that_wait_for_different_operations_are_found_by_one_request(ranks
     )
 
 
+def run_script(folder: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder, where it is called script.py, with more environment variables."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    env = {**os.environ, **variables}
+    return subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+
+
 UNWRITTEN = """
     import time
     import torch.distributed as dist
@@ -167,10 +176,7 @@ UNWRITTEN = """
 
 
 def test_a_rank_ends_though_its_report_and_its_waits_fail(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(UNWRITTEN))
-    env = {**os.environ, "BMT_FAULT_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=55)
+    done = run_script(tmp_path, UNWRITTEN, BMT_FAULT_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "the report of rank 0 could not be written: on purpose" in done.stderr
     assert "rank 0 is ended" in done.stderr
@@ -201,19 +207,13 @@ PRINTING = """
 
 
 def test_a_rank_is_not_ended_while_it_prints_why(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(PRINTING))
-    env = {**os.environ, "BMT_FAULT_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=55)
+    done = run_script(tmp_path, PRINTING, BMT_FAULT_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "rank 0: rank 0 waits" in done.stderr
 
 
 def test_the_file_of_a_rank_tells_what_the_flight_recorder_knows(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(RECORDED))
-    env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = run_script(tmp_path, RECORDED, TORCH_FR_BUFFER_SIZE="100")
     assert done.returncode == 0, done.stderr
     if not hasattr(c10d, "_dump_fr_trace_json"):
         assert done.stdout == "\n"
@@ -224,7 +224,7 @@ def test_the_file_of_a_rank_tells_what_the_flight_recorder_knows(tmp_path):
     ]
     entries = pickle.loads((tmp_path / "bmt-flight-rank-0").read_bytes())["entries"]
     assert [entry["input_sizes"] for entry in entries] == [[[3]], [[5]]]
-    assert any(frame["filename"] == str(script) for frame in entries[1]["frames"])
+    assert any(frame["filename"] == str(tmp_path / "script.py") for frame in entries[1]["frames"])
 
 
 RECORDED = """

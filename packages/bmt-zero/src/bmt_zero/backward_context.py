@@ -250,9 +250,9 @@ class StepContext:
         if self._deferring:
             here = {comm for group in groups for comm in group.communicators}
             waiting = [r for r in self._deferring if r.has_deferred and here.issuperset(r.flat.communicators)]
-            self._deferring = {r: None for r in self._deferring if r.defers or (r.has_deferred and r not in waiting)}
             with torch.no_grad():  # for create_graph=True
                 self.reduce_accumulated(waiting)
+            self._deferring = {r: None for r in self._deferring if r.defers or r.has_deferred}
 
     def _end_sums(self) -> None:
         """At the end of a backward pass, end the sums in a fixed order that are outside of ``no_sync``."""
