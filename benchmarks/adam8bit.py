@@ -48,7 +48,11 @@ def candidates(count: int, numel: int, device: torch.device) -> dict[str, tuple[
         )  # fmt: skip
 
     large_size, small_size = _bytes_per_element(moments), _bytes_per_element(small)
-    return {
+    floors = {}
+    for name, size in (("fp32", large_size), ("8-bit", small_size)):  # an element is read and written: 8 bytes
+        moved = torch.rand(int(count * numel * (12 + 2 * size) / 8), device=device)
+        floors[f"floor: the bytes of a step, {name}"] = (lambda moved=moved: moved.mul_(1.0), size)
+    return floors | {
         "fp32 moments": (lambda: adam_step(p, g, *moments, **options), large_size),
         "torch fused, fp32 moments": (torch_fused, large_size),
         "8-bit moments": (lambda: adam8bit_step(p, g, *small, **options), small_size),
@@ -79,12 +83,14 @@ def main() -> int:
             steps = {name: step for name, (step, _) in functions.items()}
             times = take_turns(steps, device, arguments.rounds, repeat=max(1, 1_000_000 // (count * numel)))
             print(f"\n{count} x {numel:,} elements, {threads} threads")
-            print(f"  {'':31s} {'median µs':>12s} {'to fp32':>8s} {'moments, bytes per element':>27s}")
-            floor = times["fp32 moments"]
+            head = f"{'median µs':>12s} {'to fp32':>8s} {'to its floor':>13s} {'moments, bytes per element':>27s}"
+            print(f"  {'':34s} {head}")
+            floors = {functions[name][1]: measured for name, measured in times.items() if name.startswith("floor")}
             for name, measured in times.items():
-                ratio = median_ratio(measured, floor)
                 size = functions[name][1]
-                print(f"  {name:31s} {statistics.median(measured) * 1e6:12.1f} {ratio:8.2f} {size:27.3f}", flush=True)
+                ratio, to_floor = (median_ratio(measured, base) for base in (times["fp32 moments"], floors[size]))
+                row = f"{statistics.median(measured) * 1e6:12.1f} {ratio:8.2f} {to_floor:13.2f} {size:27.3f}"
+                print(f"  {name:34s} {row}", flush=True)
     return 0
 
 

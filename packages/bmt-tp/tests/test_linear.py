@@ -43,7 +43,7 @@ def test_state_dicts_go_both_ways(ctx, dtype):
     assert state.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
         assert state[name].dtype == value.dtype
-        assert torch.equal(state[name].cpu(), value)
+        assert torch.equal(state[name].cpu(), value.cpu())
     reference.load_state_dict(state)
 
 
@@ -53,7 +53,7 @@ def test_initial_values_are_uniform_in_the_range_of_torch_linear(ctx):
     bound = 1 / math.sqrt(100)
     for value in layer.state_dict().values():
         assert value.abs().max() <= bound
-        assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+        assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
     assert repr(layer) == "Linear(in_features=100, out_features=200, bias=True)"
     assert repr(Linear(3, 2, bias=False)) == "Linear(in_features=3, out_features=2, bias=False)"
 

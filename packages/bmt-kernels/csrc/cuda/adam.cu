@@ -15,15 +15,12 @@ struct Sums {
   double squares;
 };
 
-// What the kernel takes besides rows and scalars; AdamExtras says what each is.
-struct KernelExtras {
-  const float* found_inf;
-  const float* grad_factor;
-  const AdamScalars* scalars;  // null: the scalars in the kernel's arguments count
-  double* sums;                // one for each block of the launch
+// Where the blocks of a launch write the sums of their directions.
+struct Partials {
+  double* sums;
   double* squares;
 };
-static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(KernelExtras) <= kArgumentBytes);
+static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + 5 * sizeof(void*) <= kArgumentBytes);
 
 __device__ double read_number(const DeviceNumber& number, double otherwise) {
   if (number.address == nullptr) return otherwise;
@@ -77,16 +74,18 @@ __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const A
 template <class Weight, class Copy, class Grad, bool kSums>
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const __grid_constant__ AdamBatch batch, const __grid_constant__ AdamScalars given,
-                const __grid_constant__ KernelExtras extras) {
-  if (extras.found_inf != nullptr && *extras.found_inf != 0.0f) return;
+                const AdamScalars* on_device, const float* grad_factor, const float* found_inf, double* block_sums,
+                double* block_squares) {
+  if (found_inf != nullptr && *found_inf != 0.0f) return;
   const int row_index = row_of_block(batch);
   const AdamRow& row = batch.rows[row_index];
   int64_t begin;
   int n;
   chunk_of_block(batch, row_index, begin, n);
-  AdamScalars scalars = extras.scalars == nullptr ? given : *extras.scalars;
-  if (extras.grad_factor != nullptr) scalars.grad_factor *= *extras.grad_factor;
-  const auto factors = spread_factors<float>(scalars, [](float x) { return x; });
+  // Not a copy: nvcc 13.0 loses what is written to a copy of a __grid_constant__ argument.
+  const AdamScalars& scalars = on_device == nullptr ? given : *on_device;
+  auto factors = spread_factors<float>(scalars, [](float x) { return x; });
+  if (grad_factor != nullptr) factors.grad_factor *= *grad_factor;
   Sums sums{0.0, 0.0};
   // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
   constexpr int kPack = kSame<Weight, F32> && kSame<Copy, NoCopy> && kSame<Grad, F32> ? 4 : 8;
@@ -104,21 +103,22 @@ __global__ void __launch_bounds__(kThreads)
     const double sum = combine_block<kMagnitudes>(sums.sum);
     const double squares = combine_block<kMagnitudes>(sums.squares);
     if (threadIdx.x == 0) {
-      extras.sums[blockIdx.x] = sum;
-      extras.squares[blockIdx.x] = squares;
+      block_sums[blockIdx.x] = sum;
+      block_squares[blockIdx.x] = squares;
     }
   }
 }
 
 template <class Weight, class Copy, class Grad, bool kSums>
-cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const AdamScalars& scalars, KernelExtras& extras,
-                        cudaStream_t stream) {
+cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const AdamScalars& scalars,
+                        const AdamExtras& extras, Partials& partials, cudaStream_t stream) {
   const auto launch = [&](const AdamBatch& batch, unsigned blocks) {
     const cudaError_t error =
-        launch_kernel(adam_kernel<Weight, Copy, Grad, kSums>, blocks, kThreads, stream, batch, scalars, extras);
+        launch_kernel(adam_kernel<Weight, Copy, Grad, kSums>, blocks, kThreads, stream, batch, scalars, extras.scalars,
+                      extras.grad_factor, extras.found_inf, partials.sums, partials.squares);
     if (kSums) {
-      extras.sums += blocks;
-      extras.squares += blocks;
+      partials.sums += blocks;
+      partials.squares += blocks;
     }
     return error;
   };
@@ -134,7 +134,8 @@ cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const Adam
   return batcher.flush();
 }
 
-using LaunchKind = cudaError_t (*)(const AdamRow*, int64_t, int, const AdamScalars&, KernelExtras&, cudaStream_t);
+using LaunchKind = cudaError_t (*)(const AdamRow*, int64_t, int, const AdamScalars&, const AdamExtras&, Partials&,
+                                   cudaStream_t);
 
 #define BMT_LAUNCH_ROW(weight, copy, sums) \
   launch_kind<weight, copy, F32, sums>, launch_kind<weight, copy, BF16, sums>, launch_kind<weight, copy, F16, sums>
@@ -153,8 +154,7 @@ cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamSetting
                            cudaStream_t stream) {
   const bool sums = extras.delta_stats != nullptr;
   const int64_t blocks = adam_blocks(rows, count);
-  KernelExtras rest{extras.found_inf, extras.grad_factor, extras.scalars, extras.partials,
-                    sums ? extras.partials + blocks : nullptr};
+  Partials partials{extras.partials, sums ? extras.partials + blocks : nullptr};
   if (extras.scalars != nullptr) {
     const cudaError_t error =
         launch_kernel(scalars_kernel, 1, 1, stream, settings, extras.lr, extras.step, extras.scalars);
@@ -165,7 +165,7 @@ cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamSetting
   for (int64_t i = 0; i < count; ++i) present[weight_kind(rows[i]) * kDTypes + grad_kind(rows[i])] = true;
   for (int kind = 0; kind < kWeightKinds * kDTypes; ++kind) {
     if (!present[kind]) continue;
-    const cudaError_t error = kLaunch[sums][kind](rows, count, kind, scalars, rest, stream);
+    const cudaError_t error = kLaunch[sums][kind](rows, count, kind, scalars, extras, partials, stream);
     if (error != cudaSuccess) return error;
   }
   if (!sums) return cudaSuccess;

@@ -42,13 +42,12 @@ __device__ __forceinline__ void visit_chunk(const Jobs& batch, int row_index, co
 
 template <class Weight, class Grad>
 __global__ void __launch_bounds__(kThreads)
-    moments_kernel(const __grid_constant__ Jobs batch, const __grid_constant__ LambScalars given,
+    moments_kernel(const __grid_constant__ Jobs batch, const __grid_constant__ LambScalars scalars,
                    const float* grad_factor, LambSums* partials) {
   const int row_index = row_of_block(batch);
   const Job& row = batch.rows[row_index];
-  LambScalars scalars = given;
-  if (grad_factor != nullptr) scalars.grad_factor *= *grad_factor;
-  const auto factors = factors_of(scalars);
+  auto factors = factors_of(scalars);
+  if (grad_factor != nullptr) factors.grad_factor *= *grad_factor;
   LambSums sums{0.0, 0.0};
   // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
   constexpr int kPack = kSame<Weight, F32> && kSame<Grad, F32> ? 4 : 8;

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -112,15 +112,32 @@ def _rules(body: TestBody) -> contextlib.AbstractContextManager[None]:
 def _default_device(body: TestBody, context: bmt_comm.ParallelContext | None) -> Iterator[None]:
     """Let a body make tensors and contexts on the device that it is to run on."""
     if context is not None and context.device.type == "cuda":
-        with context.device:
+        with context.device, pytest.MonkeyPatch.context() as patch:
+            for name in ("rand", "randn", "randint", "randperm"):
+                patch.setattr(torch, name, _drawn_on_cpu(getattr(torch, name), context.device))
             yield
     elif body.hides_gpus and torch.cuda.is_available():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "is_initialized", lambda: False)  # an earlier test may have used the GPU
             patch.setattr(torch.cuda, "device_count", lambda: 0)
             yield
     else:
         yield
+
+
+def _drawn_on_cpu(function: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    """``function`` (such as ``torch.randn``), which may be given a generator of the CPU: the numbers are the same."""
+
+    @functools.wraps(function)
+    def draw(*args: Any, **kwargs: Any) -> torch.Tensor:
+        generator = kwargs.get("generator")
+        if generator is None or generator.device.type != "cpu" or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        return function(*args, **{**kwargs, "device": "cpu"}).to(device).requires_grad_(requires_grad)
+
+    return draw
 
 
 def _apply_filters(filters: bytes) -> None:

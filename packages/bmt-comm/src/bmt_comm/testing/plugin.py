@@ -72,6 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests marked ranks on CPU by NCCL's rules: order, blocking and reuse of buffers that hang or race on "
         "GPUs fail; eager: as if init_process_group had been given a device_id",
     )
+    group.addoption(
+        "--bmt-share-gpu",
+        action="store_true",
+        help="run tests marked ranks with all their ranks on one GPU, where there is one: NCCL then sends through "
+        "sockets, as between hosts",
+    )
     parser.addini("bmt_device", "default of --bmt-device", default="auto")
     parser.addini(
         "bmt_preload",
@@ -191,7 +197,9 @@ def _device_type(config: pytest.Config, world_size: int) -> str:
     if wanted == "cpu":
         return "cpu"
     gpus = torch.cuda.device_count()
-    if gpus >= world_size:
+    if gpus > 1 and config.getoption("--bmt-share-gpu"):
+        raise pytest.UsageError(f"--bmt-share-gpu: {gpus} GPUs are visible; set CUDA_VISIBLE_DEVICES to one of them")
+    if gpus >= world_size or (gpus and config.getoption("--bmt-share-gpu")):
         return "cuda"
     if wanted == "cuda":
         pytest.skip(f"needs {world_size} GPUs, found {gpus}")
@@ -233,6 +241,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         verbosity=pyfuncitem.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
     )
     unended = []
+    _pool.share_gpu = pyfuncitem.config.getoption("--bmt-share-gpu")
     if rules == "off":
         reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
     else:

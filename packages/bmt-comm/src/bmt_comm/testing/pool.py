@@ -45,16 +45,25 @@ class RankPool:
         max_ranks: the largest ``n`` that :meth:`run` accepts; None for no limit.
         threads: CPU threads per rank.
         preload: names of packages that the servers import, where they are installed. They must start no threads.
+        share_gpu: let NCCL take each rank for one on a host of its own. It refuses two ranks of a host on one GPU.
 
     Use it as a context manager, or call :meth:`close`. POSIX only.
     """
 
-    def __init__(self, max_ranks: int | None = None, *, threads: int = 1, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        max_ranks: int | None = None,
+        *,
+        threads: int = 1,
+        preload: Sequence[str] = (),
+        share_gpu: bool = False,
+    ) -> None:
         if max_ranks is not None and max_ranks < 1:
             raise ValueError(f"max_ranks={max_ranks}: at least 1 is needed")
         self.max_ranks = max_ranks
         self.threads = threads
         self.preload = preload
+        self.share_gpu = share_gpu
         self._servers: list[ForkServer] = []
         self._workers: list[_Worker] = []
         self._calls = 0
@@ -92,6 +101,9 @@ class RankPool:
             self._calls += 1
             for rank, worker in enumerate(workers):
                 environ = {**os.environ, **_torchrun_environ(rank, n, self._store.port, self.threads)}
+                if self.share_gpu:
+                    environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+                    environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # so, a rank takes the only GPU it sees
                 worker.send(Call(self._calls, payload, source, environ, os.getcwd(), sys.path))
             reports = _collect(workers, timeout)
             if not any(report.failed for report in reports):

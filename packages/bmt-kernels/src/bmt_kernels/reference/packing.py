@@ -15,7 +15,8 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
     for number, scale_of, part in _blocks(numbers, scales, values, block):
         # Not of abs(), which would take memory; both let NaN through.
         largest = torch.maximum(part.amax(1, keepdim=True), -part.amin(1, keepdim=True)).float()
-        scale = largest / LARGEST[kind]
+        # By a tensor: torch's CUDA kernels multiply by the reciprocal of a number, which rounds twice.
+        scale = largest / torch.full_like(largest, LARGEST[kind])
         scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 0.0)
         irregular = ~scale.isfinite()
         scale_of.copy_(scale.masked_fill(irregular, torch.nan))
