@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -386,6 +388,27 @@ def test_each_test_finds_its_process_as_new(pytest_run: Callable[..., Run]) -> N
 def test_wrong_marks_are_refused(pytest_run: Callable[..., Run], mark: str, message: str) -> None:
     run = pytest_run(f"@pytest.mark.{mark}\ndef test_x(): pass\n")
     assert any(message in report.longreprtext for report in run.collection if report.failed)
+
+
+def test_numbers_of_a_generator_of_the_cpu_are_moved_to_the_default_device() -> None:
+    """In a process of its own: the first call decides which functions of torch have a default device."""
+    script = """
+        import torch
+        from bmt_comm.testing.body import drawing_on
+
+        def made():
+            drawn = torch.randn(3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+            return [drawn, torch.randn(3), torch.randint(0, 5, (3,)), torch.ones(2), torch.rand(2, device="cpu")]
+
+        with drawing_on(torch.device("meta")):
+            first, *others = made()
+        assert [each.device.type for each in [first, *others]] == ["meta"] * 4 + ["cpu"]
+        assert first.requires_grad and first.is_leaf
+        assert {each.device.type for each in made()} == {"cpu"}
+        with torch.device("meta"):
+            assert torch.randn(3).device.type == "meta"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=100)
 
 
 def test_wrong_combinations_are_refused(pytest_run: Callable[..., Run]) -> None:

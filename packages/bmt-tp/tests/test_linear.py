@@ -19,7 +19,7 @@ def reference_and_layer(bias=True, dtype=None):
 @pytest.mark.parametrize("bias", [True, False])
 def test_training_is_that_of_torch_linear_on_the_whole_batch(ctx, bias):
     reference, layer = reference_and_layer(bias)
-    start = {name: value.clone() for name, value in reference.state_dict().items()}
+    start = {name: value.cpu().clone() for name, value in reference.state_dict().items()}
     for model in (reference, layer):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(10):

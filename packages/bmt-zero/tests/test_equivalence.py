@@ -73,7 +73,7 @@ def assert_close(
         rows = rows_of(expected[name], param)
         assert actual[name].dtype == rows.dtype, f"{what} of {name}: {actual[name].dtype} instead of {rows.dtype}"
         squares.append((actual[name].double() - rows.double()).square().sum())
-    total = torch.stack(squares).cpu()
+    total = torch.stack(squares)
     dist.all_reduce(total)
     errors = {name: float(square.sqrt() / scales[name]) for name, square in zip(params, total, strict=True)}
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}  # NaN is wrong

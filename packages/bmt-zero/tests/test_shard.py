@@ -570,7 +570,7 @@ def test_a_move_that_changes_nothing_leaves_parameters_where_they_are(ctx, level
     block(torch.ones(2, 5)).sum().backward()
     places = [p.data_ptr() for p in block.parameters()]
     kept = [p.detach() for p in block.parameters()]
-    block.float().to("cpu")
+    block.float().to(ctx.device)
     for p in block.parameters():
         p.data = p.data.contiguous()
     assert [p.data_ptr() for p in block.parameters()] == places

@@ -112,9 +112,7 @@ def _rules(body: TestBody) -> contextlib.AbstractContextManager[None]:
 def _default_device(body: TestBody, context: bmt_comm.ParallelContext | None) -> Iterator[None]:
     """Let a body make tensors and contexts on the device that it is to run on."""
     if context is not None and context.device.type == "cuda":
-        with context.device, pytest.MonkeyPatch.context() as patch:
-            for name in ("rand", "randn", "randint", "randperm"):
-                patch.setattr(torch, name, _drawn_on_cpu(getattr(torch, name), context.device))
+        with drawing_on(context.device):
             yield
     elif body.hides_gpus and torch.cuda.is_available():
         with pytest.MonkeyPatch.context() as patch:
@@ -123,6 +121,16 @@ def _default_device(body: TestBody, context: bmt_comm.ParallelContext | None) ->
             patch.setattr(torch.cuda, "device_count", lambda: 0)
             yield
     else:
+        yield
+
+
+@contextlib.contextmanager
+def drawing_on(device: torch.device) -> Iterator[None]:
+    """Make tensors on ``device``, also those whose numbers come from a generator of the CPU."""
+    with device, pytest.MonkeyPatch.context() as patch:
+        torch.empty(0)  # torch keeps a list of functions that have a default device from the first call on
+        for name in ("rand", "randn", "randint", "randperm"):
+            patch.setattr(torch, name, _drawn_on_cpu(getattr(torch, name), device))
         yield
 
 
