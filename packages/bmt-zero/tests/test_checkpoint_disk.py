@@ -135,6 +135,44 @@ def test_a_process_that_leaves_without_waiting_has_its_checkpoint(tmp_path: Path
     verify(tmp_path / "c" / "step-00000001")
 
 
+@pytest.mark.parametrize("way", ["end", "shutdown"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_that_loses_its_last_checkpoint_says_so_and_ends_with_an_error(
+    tmp_path: Path, way: str, ranks: int
+) -> None:
+    script = """
+import os, sys
+from torch import nn
+import bmt_comm
+from bmt_zero import Checkpointer
+from bmt_zero.checkpoints import writer
+def refused(*arguments):
+    raise OSError(28, "No space left on device")
+writer.write_all = refused
+bmt_comm.init_distributed(device="cpu")
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=nn.Linear(300, 300))
+if sys.argv[2] == "shutdown":
+    try:
+        bmt_comm.shutdown()
+    except RuntimeError as error:
+        print("caught:", error, file=sys.stderr)
+        bmt_comm.shutdown()
+        sys.exit(7)
+"""
+    (tmp_path / "leaving.py").write_text(script)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(tmp_path / "leaving.py"), str(tmp_path / "c"), way]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "No space left on device" in result.stderr
+    if ranks == 1:
+        assert result.returncode == (7 if way == "shutdown" else 1), result.stderr
+    else:  # torchrun's own status
+        assert result.returncode == 1
+        assert f"exitcode  : {7 if way == 'shutdown' else 1}" in result.stderr
+    assert ("caught: " in result.stderr) == (way == "shutdown")
+
+
 LIMITED = """
 import os, resource, sys
 from pathlib import Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
+import logging
 import math
 import os
 import random
@@ -128,6 +129,7 @@ class ParallelContext(TopologyNames):
 _current: ParallelContext | None = None
 _process = os.getpid()  # the process that has made the context
 _before_shutdown: list[Callable[[], object]] = []
+_log = logging.getLogger("bmt_comm")
 _restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
 
@@ -311,7 +313,10 @@ def _wake(message: str) -> None:
 
 
 def before_shutdown(call: Callable[[], object]) -> None:
-    """Register a function that the next :func:`shutdown` calls first, on all ranks, while the process groups exist."""
+    """Register a function that the next :func:`shutdown` calls first, on all ranks, while the process groups exist.
+
+    It is called at exit, too, also if there is no context then. If it raises there, the process ends with status 1.
+    """
     _before_shutdown.append(call)
 
 
@@ -319,10 +324,30 @@ def shutdown() -> None:
     """Leave the job: forget the context and destroy the process group, unless it was adopted.
 
     Is called at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
+
+    Raises:
+        Exception: the first one of functions that :func:`before_shutdown` has registered, after all else is done. So a
+            script notices that its last checkpoint could not be written.
     """
+    failures = _prepare_shutdown() if _current is not None else []
+    _leave()
+    if failures:
+        raise failures[0]
+
+
+def _prepare_shutdown() -> list[Exception]:
+    """Call what :func:`before_shutdown` has registered. Returns the exceptions."""
+    failures = []
+    while _before_shutdown:
+        try:
+            _before_shutdown.pop()()
+        except Exception as error:
+            failures.append(error)
+    return failures
+
+
+def _leave() -> None:
     global _current, _restore_kernels
-    while _current is not None and _before_shutdown:
-        _before_shutdown.pop()()
     context, _current = _current, None
     if context is None:
         return
@@ -351,11 +376,20 @@ def _shutdown_at_exit() -> None:
             for group in dist.distributed_c10d._world.pg_map:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
+    failures = _prepare_shutdown()
+    for failure in failures:
+        _log.error("%s", failure)
     # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
     if not hasattr(sys, "last_type"):
-        shutdown()
+        _leave()
     watch.stop(leaves=False)  # its thread must not run while the interpreter ends
     let_backend_threads_rest()
+    if failures and not hasattr(sys, "last_type"):
+        # An exception in a function that runs at exit does not change the status, by which a job is said to be done.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 atexit.register(_shutdown_at_exit)

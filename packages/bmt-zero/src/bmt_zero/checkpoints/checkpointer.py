@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import operator
@@ -114,8 +113,7 @@ class Checkpointer:
         problem = self._comm.broadcast(problem.encode()).decode()
         if problem:
             raise RuntimeError(problem)
-        for register in (atexit.register, before_shutdown):
-            register(partial(_wait_at_exit, weakref.ref(self)))
+        before_shutdown(partial(_wait_before_shutdown, weakref.ref(self)))
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -405,10 +403,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def _wait_at_exit(reference: weakref.ref[Checkpointer]) -> None:
+def _wait_before_shutdown(reference: weakref.ref[Checkpointer]) -> None:
     checkpointer = reference()
     if checkpointer is not None:
-        try:
-            checkpointer.wait()
-        except Exception as error:
-            _log.error("%s", error)
+        checkpointer.wait()
