@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -280,6 +281,18 @@ def test_nothing_of_a_forward_stays_behind(ctx, checkpointing, frozen, backward)
         del y
     gc.collect()
     assert not [o for o in gc.get_objects() if isinstance(o, Call)]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_model_that_is_deleted_while_gradients_wait_leaves_nothing(ctx, level):
+    block = Block(nn.Linear(5, 5), zero_level=level)
+    with no_sync(block):
+        block(seeded(0, 3, 5)).sum().backward()
+    reducers = [ref(reducer) for reducer in sharding_of(block).hooks.group.reducers]
+    del block
+    gc.collect()
+    assert [reducer() for reducer in reducers] == [None] * len(reducers)
 
 
 @pytest.mark.ranks(1, 2)

@@ -96,7 +96,8 @@ class StepContext:
         self._abandoned: dict[GradientReducer, None] = {}  # an exception in a pipeline has ended their reductions
         self._copying: dict[GradientReducer, None] = {}  # their gradients may still be on the way to the host
         self._adding: dict[GradientReducer, None] = {}  # their sums over micro-batches have not ended
-        self._deferring: dict[GradientReducer, None] = {}  # their gradients may wait for a later backward pass
+        # Their gradients may wait for a later backward pass, or for none, if the model is deleted.
+        self._deferring: WeakKeyDictionary[GradientReducer, None] = WeakKeyDictionary()
         self._prefetched: dict[ParameterGroup, bool] = {}  # and whether to keep them until they are used
         self.use = UseAgreement()
         self._read: dict[Communicator, None] = {}  # this rank computes with memory that their ranks share
@@ -252,7 +253,8 @@ class StepContext:
             waiting = [r for r in self._deferring if r.has_deferred and here.issuperset(r.flat.communicators)]
             with torch.no_grad():  # for create_graph=True
                 self.reduce_accumulated(waiting)
-            self._deferring = {r: None for r in self._deferring if r.defers or r.has_deferred}
+            for reducer in [r for r in self._deferring if not (r.defers or r.has_deferred)]:
+                del self._deferring[reducer]
 
     def _end_sums(self) -> None:
         """At the end of a backward pass, end the sums in a fixed order that are outside of ``no_sync``."""
