@@ -20,6 +20,7 @@ from bmt_comm import not_compiled, uses_compiler
 from .backward_context import current_backward, is_running
 from .parameter_group import Enter, GroupHandle
 from .sharded_parameter import ShardedParameter, is_row_sharded
+from .unsharded_parameter import FACTS
 
 
 class ReadableParameters(dict[str, Any]):
@@ -137,7 +138,7 @@ class ReadParameter(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _FACTS:
+            if func not in _WITHOUT_VALUES:
                 _unshard_all(args)
                 _unshard_all((kwargs or {}).values())
             return func(*args, **(kwargs or {}))
@@ -155,13 +156,4 @@ def _unshard_all(values: Iterable[Any]) -> None:
             _unshard_all(value)
 
 
-_FACTS = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "_version")
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "element_size")),
-    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__")),
-}
-"""Functions that read facts of a parameter and do not need its values."""
+_WITHOUT_VALUES = FACTS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}

@@ -60,22 +60,15 @@ class UnshardedParameter(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_READS = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "_version")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf", "is_quantized")
-    ),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "nelement", "ndimension", "__len__")),
-    *(
-        getattr(Tensor, name)
-        for name in ("is_contiguous", "is_floating_point", "element_size", "data_ptr", "get_device")
-    ),
+FACTS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "_version")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "element_size")),
+    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__")),
 }
-"""Functions that read facts of a parameter and do not compute with it."""
+"""Functions that read facts of a parameter and do not need its values."""
+_READS = FACTS | {Tensor.stride, Tensor.is_contiguous, Tensor.data_ptr}
 
 
 def _note_other_uses(values: Iterable[Any]) -> None:
