@@ -18,7 +18,7 @@ from bmt_comm import local_tensor
 
 from .batch import HALF, Batch, sync_masters
 from .logical_params import LogicalParam
-from .runs import extent_of, flat_over, flat_view, local_grad, plan_runs
+from .runs import extent_of, flat_over, flat_view, local_grad, places_of, plan_runs
 
 Optimizer = Any
 """An :class:`~bmt_optim.adam.Adam`, whose module imports this one."""
@@ -56,7 +56,7 @@ class GroupPlan:
         locals_ = [local_tensor(p) for p in params]
         # A DTensor has no memory of its own: its local tensor has. Other parameters are their local tensors.
         self.plain = all(p.data_ptr() == t.data_ptr() for p, t in zip(params, locals_))
-        self.places = _places(locals_)
+        self.places = places_of(locals_)
         sharings = [optimizer._sharing_of(p) for p in params]
         extents = [
             # stochastic rounding depends on the position in the logical tensor, which a run has not
@@ -72,13 +72,9 @@ class GroupPlan:
         """Whether the parameters, their addresses and their state in ``state`` are unchanged."""
         if first != self.first or len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
-        if _places(params if self.plain else [local_tensor(p) for p in params]) != self.places:
+        if places_of(params if self.plain else [local_tensor(p) for p in params]) != self.places:
             return False
         return all(run.has_state_in(state) for run in self.runs)
-
-
-def _places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.dtype, bool]]:
-    return [(t.data_ptr(), t.dtype, t.is_contiguous()) for t in tensors]
 
 
 class Run:
@@ -122,13 +118,9 @@ class Run:
 
     def has_state_in(self, state: Mapping[Tensor, Any]) -> bool:
         """Whether ``state`` still has what this run put there, if anything: scripts may change or drop it."""
-        for param, entry, views in zip(self.params, self.states, self.views):
-            if state.get(param) is not entry:
-                return False
-            for key, view in views.items():
-                if entry.get(key) is not view:
-                    return False
-        return True
+        return all(map(is_, map(state.get, self.params), self.states)) and all(
+            all(map(is_, map(entry.get, views), views.values())) for entry, views in zip(self.states, self.views)
+        )
 
     def _flat_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], key: str, kind: Any, entries: Sequence[Mapping[str, Any]]

@@ -19,6 +19,7 @@ from bmt_comm import is_dtensor, without_autocast
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ def extent_of(tensor: Tensor, key: Hashable = None) -> Extent | None:
     )
 
 
+def places_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
+    """Address, dtype, and whether it is contiguous, of each tensor."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(_dtype, tensors)), list(map(Tensor.is_contiguous, tensors))
+
+
 def flat_view(first: Tensor, numel: int) -> Tensor:
     """The ``numel`` elements from the first element of ``first`` on, as a 1-D view of its storage."""
     return first.as_strided((numel,), (1,))
@@ -96,12 +102,13 @@ def flat_over(tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: i
     first = tensors[0]
     if first is None:
         return None
-    dtype, base, itemsize = first.dtype, first.data_ptr(), first.element_size()
-    for tensor, offset in zip(tensors, offsets):
-        if tensor is None or tensor.data_ptr() != base + offset * itemsize:
-            return None
-        if tensor.dtype is not dtype or not tensor.is_contiguous():
-            return None
+    there = [tensor for tensor in tensors if tensor is not None]
+    base, itemsize = first.data_ptr(), first.element_size()
+    addresses, dtypes, are_contiguous = places_of(there)
+    if addresses != [base + offset * itemsize for offset in offsets] or not all(are_contiguous):
+        return None
+    if dtypes.count(first.dtype) < len(dtypes):
+        return None
     storage = first.untyped_storage()
     if base + numel * itemsize > storage.data_ptr() + storage.nbytes():
         return None  # adjacent by chance, in another allocation
