@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
@@ -374,19 +375,25 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     portable = 1  # page-locked for every device
     error = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, portable))
     if error:
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda").neg_()  # CUDA reports the error again after the next launch
         raise RuntimeError(
             f"CUDA cannot lock {nbytes} bytes of host memory (error {error}); is there as much, and may it be locked?"
         )
     # A finalizer of the region would run after it is unmapped. This one keeps the region until it has run.
-    weakref.finalize(owner, _release, runtime, tensor.data_ptr(), region).atexit = False
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    weakref.finalize(owner, _release, runtime, tensor.data_ptr(), device, region).atexit = False
     return tensor
 
 
-def _release(runtime: Any, address: int, region: mmap.mmap) -> None:
-    for device in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(device):  # otherwise there is no copy, and waiting would create a context
-            torch.cuda.synchronize(device)  # a copy may still be under way
-    runtime.cudaHostUnregister(address)
+def _release(runtime: Any, address: int, device: int | None, region: mmap.mmap) -> None:
+    for other in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(other):  # otherwise there is no copy, and waiting would create a context
+            torch.cuda.synchronize(other)  # a copy may still be under way
+    # Any thread may come here, and in a new one the current device is the first, on which there may be no context yet.
+    with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)
 
 
 def _cuda_runtime() -> Any:

@@ -191,8 +191,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         device = next((sums.device for _, sums in deltas), torch.device("cpu"))
         local: dict[Hashable, Tensor] = {}
         for batch, sums in deltas:
-            count = torch.tensor([float(sum(t.numel() for t in batch.params))], dtype=torch.float64, device="cpu")
-            total = torch.cat([count.to(device), sums.to(device)])
+            numel = float(sum(t.numel() for t in batch.params))  # filled in there: a copy from the host would wait
+            total = torch.cat([torch.full((1,), numel, dtype=torch.float64, device=device), sums.to(device)])
             local[batch.sharing] = local[batch.sharing] + total if batch.sharing in local else total
         nothing = torch.zeros(3, dtype=torch.float64, device=device)
 

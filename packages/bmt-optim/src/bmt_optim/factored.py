@@ -71,6 +71,9 @@ class Plan:
         self.places: dict[int, list[int]] = {i: [] for i in self.order}
         for entry, n in enumerate(self.owners):
             self.places[self.order[n]].append(entry)
+        # Of entries by parameter, which have at most three.
+        apart = [3 * owner + self.owners[:entry].count(owner) for entry, owner in enumerate(self.owners)]
+        self.places_apart = torch.tensor(apart, device=batch.device)
         counts = [1 / max(1, math.prod(p.where.shape)) for p in self.logical_params]
         self.inverse_counts = torch.tensor(counts, dtype=torch.float32, device=batch.device)
         self.averages: dict[str, FactoredAverage] = {}
@@ -137,10 +140,8 @@ class Parts:
         """The sums of the entries' values, (entries,), by parameter: (parameters,)."""
         if len(self.plan.owners) == len(self.logical_params):
             return values
-        owners = self.plan.owners
-        places = [3 * owner + owners[:entry].count(owner) for entry, owner in enumerate(owners)]
-        apart = values.new_zeros(len(self.logical_params), 3)  # a parameter has at most three entries
-        apart.view(-1)[torch.tensor(places, device=values.device)] = values
+        apart = values.new_zeros(len(self.logical_params), 3)
+        apart.view(-1)[self.plan.places_apart] = values
         return apart.sum(1)  # not index_add_: it has no fixed order on a GPU, and replicas must get the same bits
 
     def per_entry(self, values: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class QKClip:
         if hasattr(self.optimizer, "synchronize"):  # its master weights may be on their way to host memory
             self.optimizer.synchronize()
         device = local_tensor(self._layers[0].query[0][0]).device
-        nothing = torch.tensor(-math.inf, dtype=torch.float32, device=device)
+        nothing = torch.full((), -math.inf, dtype=torch.float32, device=device)
         logits = [nothing.expand(x.heads) if x.largest is None else x.largest.to(device) for x in self._layers]
         largest = torch.cat(logits)
         if self.comm is not None:

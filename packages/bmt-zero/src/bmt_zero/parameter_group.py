@@ -209,7 +209,8 @@ class ParameterGroup:
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        # Autograd lets the stream that called backward wait for gradients if leaves like this one are on the device.
+        self.anchor = torch.zeros((), requires_grad=True, device=context.device)
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
