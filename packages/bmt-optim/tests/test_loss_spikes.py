@@ -22,6 +22,12 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_and_counts_for_nothing():
     assert not spikes.found(0.1)  # a fall is none
 
 
+def test_after_losses_that_were_all_equal_a_small_change_is_no_spike():
+    spikes = LossSpikes(window=3)
+    assert not any(spikes.found(loss) for loss in (1.0, 1.0, 1.0, 1.0 + 2**-8))
+    assert spikes.found(2.0)
+
+
 def test_losses_that_are_not_finite_are_spikes_from_the_first_on():
     spikes = LossSpikes(window=2)
     assert all(spikes.found(loss) for loss in (math.nan, math.inf, -math.inf))

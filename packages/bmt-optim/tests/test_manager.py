@@ -230,6 +230,14 @@ def test_without_a_loss_scale_all_ranks_skip_what_is_not_finite_on_one(ctx, clip
     assert (q.item(), manager.skipped_steps) == (0.5, 0)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("saved", "own", "loaded"), [(None, 1024, 1024), (512, None, 1), (512, 1024, 512)])
+def test_a_state_does_not_switch_the_loss_scale_on_or_off(ctx, saved, own, loaded):
+    state, manager = OptimManager(loss_scale=saved).state_dict(), OptimManager(loss_scale=own)
+    manager.load_state_dict(state)
+    assert (manager.loss_scale, manager.loss_scale_enabled) == (loaded, own is not None)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loss_scale", [None, 64.0])
 def test_a_rank_rejects_the_step_of_all(ctx, loss_scale):

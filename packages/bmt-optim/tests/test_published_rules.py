@@ -233,6 +233,10 @@ def test_averages_stand_in_while_a_schedule_free_model_is_evaluated(ctx, dtype):
             optimizer.step()
         with pytest.raises(RuntimeError, match="within"), optimizer.evaluating():
             pass
+        state = {"state": {}, "param_groups": []}
+        for call in (optimizer.state_dict, lambda: optimizer.load_state_dict(state), optimizer.state_records):
+            with pytest.raises(RuntimeError, match="averages"):
+                call()
     assert all(torch.equal(p, b) for p, b in zip(params, before))
 
 

@@ -125,6 +125,8 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
     torch.save(optimizer_of_rank(model, 0, 1), tmp_path / "optimizer.pt")
     (tmp_path / "damaged.pt").write_bytes(b"nothing")
+    torch.save({"optimizers": [1, 2]}, tmp_path / "numbers.pt")
+    torch.save({"param_groups": torch.ones(3)}, tmp_path / "tensor.pt")
     target = tmp_path / "ours.pt"
     for message, *arguments in [
         ("there is no checkpoint file", "missing.pt"),
@@ -135,6 +137,9 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("model.pt is not the state of an optimizer", "model.pt", "optimizer.pt", "--model", "model.pt"),
         ("parameter 0 of the optimizer has 15 elements", "optimizer.pt", "--model", "other.pt"),
         ("holds weights, of which there is one SOURCE", "model.pt", "model.pt"),
+        ("--model is for the state of an optimizer", "model.pt", "--model", "missing.pt"),
+        ("numbers.pt is not the state of an optimizer: it has no list", "numbers.pt", "--model", "model.pt"),
+        ("tensor.pt is not the state of an optimizer: it has no list", "tensor.pt", "--model", "model.pt"),
     ]:
         paths = [each if each.startswith("--") else tmp_path / each for each in arguments]
         at = paths.index("--model") if "--model" in paths else len(paths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -90,6 +91,22 @@ def test_further_numbers_may_be_tensors(ctx, tmp_path):
     assert record["grad_norm"] == 2.5
     if ctx.rank == 0:
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["grad_norm"] == 2.5
+
+
+@pytest.mark.ranks(1)
+def test_the_loss_of_a_skipped_step_does_not_count(ctx, tmp_path):
+    with bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "metrics.jsonl")], every=2) as metrics:
+        for loss in (1.0, math.nan, math.nan, math.inf):
+            record = metrics.step(loss, tokens=8, skipped=not math.isfinite(loss))
+            if record is not None and metrics.steps == 2:
+                assert record["loss"] == 1.0
+                assert record["tokens_per_second"] == pytest.approx(8 / record["seconds"])
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse)["loss"] for line in lines] == [1.0, None]
 
 
 @pytest.mark.ranks(2)

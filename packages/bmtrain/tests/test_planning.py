@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -229,6 +230,46 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
 def test_a_function_that_fails_is_named(capsys):
     assert main(["plan", "torch.nn:Linear", "--gpus", "4", "--gpu-memory", "1GB"]) == 2
     assert "MODEL 'torch.nn:Linear': the call failed: TypeError: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("three", "must return a module, or a module and a function that makes a batch"),
+        ("no_batch", "must return a module, or a module and a function that makes a batch"),
+        ("bad_batch", "the batch of models_of_mine:bad_batch must be (args, kwargs)"),
+    ],
+)
+def test_what_a_function_must_return_is_named(capsys, tmp_path, monkeypatch, function, message):
+    (tmp_path / "models_of_mine.py").write_text(
+        "from torch import nn\n"
+        "three = lambda: (1, 2, 3)\n"
+        "no_batch = lambda: (nn.Linear(4, 4), 5)\n"
+        "bad_batch = lambda: (nn.Linear(4, 4), lambda batch, length: None)\n"
+    )
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
+    sizes = ["--gpus", "4", "--gpu-memory", "1GB", "--tp", "1", "--pipe", "1"]
+    assert main(["plan", f"models_of_mine:{function}", *sizes]) == 2
+    said = capsys.readouterr().err
+    assert (message if function != "three" else "not a module") in said
+    assert main(["plan", "broken:f", *sizes]) == 2
+    assert "MODEL 'broken:f': the import failed: SyntaxError: " in capsys.readouterr().err
+
+
+def test_a_configuration_that_makes_no_model_is_named(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 30, "n_head": 7}))
+    assert main(["plan", str(tmp_path), "--gpus", "4", "--gpu-memory", "1GB"]) == 2
+    assert "transformers cannot make it: " in capsys.readouterr().err
+
+
+def test_utilization_refers_to_what_the_vendor_names():
+    """Forward and backward of the 124 M parameters of GPT-2 take 6 operations for each and a token."""
+    for dtype, peak in ((torch.bfloat16, 312e12), (torch.float32, 19.5e12)):
+        plan = estimate(load_model("gpt2"), Job(8, 80e9, 1, 1024, dtype, DEVICES["a100"]), Settings())
+        assert plan.mfu == pytest.approx(6 * 124_439_808 * plan.tokens_per_second / (8 * peak), rel=1e-6)
+        assert plan.mfu < 0.9
 
 
 def test_a_model_far_too_large_is_reported_as_not_fitting(capsys):

@@ -98,7 +98,10 @@ class FusedCrossEntropy(nn.Module):
         return parallel_cross_entropy(input, target, gather, vocab_start=start, vocab_size=vocab, **settings)
 
     def _my_columns(self, width: int, comm: Communicator) -> tuple[int, int]:
-        """The first column of this rank, and the size of the vocabulary. A collective, once per width."""
+        """The first column of this rank, and the size of the vocabulary. A collective, once per width.
+
+        Two vocabularies that are divided into shards of one width on some ranks only need an object each.
+        """
         if self._columns is None or self._columns[0] != width:
             widths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(widths, torch.tensor([width], device=comm.device))

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+LEAST_DEVIATION = 1e-3  # of the mean: losses that hardly change, as rounded ones do, make no spike of the next change
+
 
 class LossSpikes:
     """Tells whether a loss is a spike: not finite, or far above the mean of the losses before it.
@@ -40,8 +42,8 @@ class LossSpikes:
         if not math.isfinite(loss):
             return True
         if len(self.losses) == self.losses.maxlen:
-            limit = statistics.fmean(self.losses) + self.deviations * statistics.stdev(self.losses)
-            if loss > limit:
+            mean = statistics.fmean(self.losses)
+            if loss > mean + self.deviations * max(statistics.stdev(self.losses), LEAST_DEVIATION * abs(mean)):
                 return True
         self.losses.append(loss)
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ from .exchange import Communication
 from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
 from .state_dict import match_groups
 from .upstream_state import from_upstream, is_upstream
+
+_log = logging.getLogger(__name__)
 
 
 class OptimManager:
@@ -546,16 +549,20 @@ class OptimManager:
                     raise ValueError(f"lr_scheduler {index}: {error}") from None
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`trainer_state` returned."""
+        """Load what :meth:`trainer_state` returned.
+
+        Whether losses are scaled stays as this manager was made: a state without a scale leaves it its own.
+        """
         self.settle()
         for scheduler, values in zip(self.lr_schedulers, state["lr_schedulers"]):
             if scheduler is not None:
                 scheduler.load_state_dict(values)
-        self.loss_scale = state["loss_scale"]
-        if state["loss_scale_enabled"]:
-            self.loss_scale = min(max(self.loss_scale, self.min_loss_scale), self.max_loss_scale)
-        self.loss_scale_enabled = state["loss_scale_enabled"]
-        self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
+        if self.loss_scale_enabled and state["loss_scale_enabled"]:
+            self.loss_scale = min(max(state["loss_scale"], self.min_loss_scale), self.max_loss_scale)
+            self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
+        elif self.loss_scale_enabled or state["loss_scale_enabled"]:
+            saved, has = ("without", "one") if self.loss_scale_enabled else ("with", "none")
+            _log.warning("the state was saved %s a loss scale, and this manager has %s: it stays so", saved, has)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, gathered or not; or what BMTrain 1.0's did.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import is_dtensor, local_tensor
+from bmt_comm import StateRecord, is_dtensor, local_tensor
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
@@ -92,9 +92,35 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         Raises:
             RuntimeError: within :meth:`evaluating`, or what a step raises.
         """
-        if self._evaluates:
-            raise RuntimeError("a step of ScheduleFreeAdamW within evaluating(): the parameters are averages there")
+        self._refuse_averages("a step")
         return super().begin_step(*arguments, **named)
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """As :meth:`DistributedOptimizer.state_dict`.
+
+        Raises:
+            RuntimeError: within :meth:`evaluating`: weights that are saved there do not go with the state.
+        """
+        self._refuse_averages("state_dict()")
+        return super().state_dict(gather)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :meth:`DistributedOptimizer.load_state_dict`.
+
+        Raises:
+            RuntimeError: within :meth:`evaluating`.
+        """
+        self._refuse_averages("load_state_dict()")
+        super().load_state_dict(state_dict)
+
+    def state_records(self) -> list[StateRecord]:
+        """As :meth:`DistributedOptimizer.state_records`, which checkpoints read and write."""
+        self._refuse_averages("a checkpoint")
+        return super().state_records()
+
+    def _refuse_averages(self, what: str) -> None:
+        if self._evaluates:
+            raise RuntimeError(f"{what} of ScheduleFreeAdamW within evaluating(): the parameters are averages there")
 
     def rule(self, batch: Batch) -> Rule:
         yield []
@@ -136,7 +162,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         )
         if model is None and any(is_dtensor(param) for group in self.param_groups for param in group["params"]):
             _log.warning("FSDP2 may compute with unsharded parameters of before: evaluating(model) reshards them")
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Tensor, Tensor, int]] = []  # a parameter, its values, and its version with the averages
         self._evaluates = True
         try:
             for module in resharded:
@@ -147,14 +173,17 @@ class ScheduleFreeAdamW(DistributedOptimizer):
                         entry = self.state.get(param)
                         if entry and entry["step"]:
                             local = local_tensor(param)
-                            kept.append((local, local.clone()))
+                            before = local.clone()
                             y = entry.get("master", local).float()
                             local.copy_(y.lerp(entry["z"], 1 - 1 / group["betas"][0]))
+                            kept.append((local, before, local._version))
             yield
         finally:
             self._evaluates = False
+            if any(local._version != version for local, _, version in kept):
+                _log.warning("parameters were written within evaluating(), whose end undoes it")
             with torch.no_grad():
-                for local, y in kept:
+                for local, y, _ in kept:
                     local.copy_(y)
             for module in resharded:
                 module.reshard()

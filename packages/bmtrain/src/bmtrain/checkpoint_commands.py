@@ -44,6 +44,8 @@ def run_convert(options: argparse.Namespace) -> int:
         if any(is_optimizer_file(path) for path in options.sources):
             convert_upstream(options.sources, options.target, model=options.model)
             return 0
+        if options.model is not None:
+            raise ValueError(f"--model is for the state of an optimizer, and {options.sources[0]} holds weights")
         if len(options.sources) > 1:
             raise ValueError(f"{options.sources[0]} holds weights, of which there is one SOURCE")
         if not 1 <= options.max_file_size < float("inf"):

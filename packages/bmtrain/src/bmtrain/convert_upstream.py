@@ -59,6 +59,7 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
     for path, content in zip(sources, contents):
         if ("optimizers" if is_manager else "param_groups") not in content:
             raise ValueError(f"{path} is not the state of {kind}, as others are")
+        _check(path, content)
     weights = PtSource(model)
     try:
         converted = _manager(contents, weights) if is_manager else _optimizer(contents, weights, None)
@@ -66,6 +67,17 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
         weights.close()
     with complete_file(target) as part:
         torch.save(converted, part)
+
+
+def _check(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file does not have the form of a state."""
+    optimizers = content.get("optimizers", [content])
+    if not _are_mappings(optimizers) or not all(_are_mappings(each.get("param_groups")) for each in optimizers):
+        raise ValueError(f"{path} is not the state of an optimizer: it has no list of param_groups")
+
+
+def _are_mappings(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(each, Mapping) for each in values)
 
 
 def _manager(contents: Sequence[Mapping[str, Any]], weights: PtSource) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
     device = planning.measured() if options.device == "measure" else planning.DEVICES[options.device]
     given: dict[str, Any] = {}
     if options.flops is not None:
-        given.update(flops=options.flops, fp32_flops=options.flops)
+        given.update(dict.fromkeys(("flops", "fp32_flops", "peak", "fp32_peak"), options.flops))
     if options.node_link is not None:
         given["node_link"] = options.node_link
     job = planning.Job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -103,7 +104,7 @@ class TrainingMetrics:
         Args:
             loss: this rank's mean loss, unscaled.
             tokens: the number of tokens of this rank in the step.
-            skipped: whether the step was skipped because a gradient was not finite.
+            skipped: whether the step was skipped because a gradient was not finite. Its loss does not count.
             more: further numbers of this step, or tensors of one element, for the record.
 
         Returns:
@@ -112,9 +113,11 @@ class TrainingMetrics:
         self.steps += 1
         self.overflows += skipped
         self._tokens += tokens
-        self._losses.append(
-            loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float32, device="cpu")
-        )
+        self._steps += 1
+        if not skipped:
+            if not isinstance(loss, Tensor):
+                loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            self._losses.append(loss.detach())
         if self.steps % self.every:
             return None
         record = self._record()
@@ -130,7 +133,7 @@ class TrainingMetrics:
             sink.close()
 
     def _begin(self) -> None:
-        self._losses, self._tokens = [], 0
+        self._losses, self._tokens, self._steps = [], 0, 0
         self._sent, self._waited = self._bytes_sent(), self._seconds_waited()
         self._started = time.perf_counter()
         if self.context.device.type == "cuda":
@@ -149,8 +152,9 @@ class TrainingMetrics:
         return sum({comm.ranks: comm.waited for comm in self._communicators()}.values())
 
     def _record(self) -> Record:
-        context, count = self.context, len(self._losses)
-        loss = torch.stack([each.to(context.device, torch.float64).reshape(()) for each in self._losses]).mean()
+        context, count = self.context, self._steps
+        losses = [each.to(context.device, torch.float64).reshape(()) for each in self._losses]
+        loss = torch.stack(losses).mean() if losses else math.nan
         value = float(loss)  # synchronizes with the device
         seconds = (time.perf_counter() - self._started) / count
         sent = (self._bytes_sent() - self._sent) / count
@@ -204,7 +208,7 @@ class OpenedSink:
 
 
 class JsonLines(OpenedSink):
-    """Appends a line of JSON per record to a file."""
+    """Appends a line of JSON per record to a file. A number that is not finite, which JSON has not, is null."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -214,7 +218,8 @@ class JsonLines(OpenedSink):
 
     def write(self, step: int, record: Record) -> None:
         self.open()
-        self._opened.write(json.dumps({"step": step, **record}) + "\n")
+        numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._opened.write(json.dumps({"step": step, **numbers}) + "\n")
         self._opened.flush()
 
 

@@ -15,7 +15,8 @@ class Device:
     Attributes:
         name: the name to print.
         flops: floating-point operations per second of matrix products in half precision.
-        fp32_flops: the same in fp32.
+        fp32_flops: the same in fp32, without TF32, as torch computes by default.
+        peak, fp32_peak: of these, what the vendor names, to which model FLOPs utilization refers.
         memory: bytes per second to and from its memory.
         node_link: bytes per second that a device sends to the others of its node.
         host_link: bytes per second between the device and the host's memory.
@@ -24,17 +25,19 @@ class Device:
     name: str
     flops: float
     fp32_flops: float
+    peak: float
+    fp32_peak: float
     memory: float
     node_link: float
     host_link: float
 
 
 DEVICES = {
-    "v100": Device("V100", 0.65 * 125e12, 14e12, 0.8 * 900e9, 120e9, 12e9),
-    "a100": Device("A100", 0.7 * 312e12, 0.7 * 156e12, 0.8 * 2.0e12, 230e9, 24e9),
-    "h100": Device("H100", 0.6 * 989e12, 0.6 * 494e12, 0.8 * 3.35e12, 360e9, 50e9),
-    "h200": Device("H200", 0.6 * 989e12, 0.6 * 494e12, 0.8 * 4.8e12, 360e9, 50e9),
-    "cpu": Device("CPU", 0.1e12, 0.1e12, 10e9, 1e9, 10e9),
+    "v100": Device("V100", 0.65 * 125e12, 0.9 * 15.7e12, 125e12, 15.7e12, 0.8 * 900e9, 120e9, 12e9),
+    "a100": Device("A100", 0.7 * 312e12, 0.9 * 19.5e12, 312e12, 19.5e12, 0.8 * 2.0e12, 230e9, 24e9),
+    "h100": Device("H100", 0.6 * 989e12, 0.75 * 67e12, 989e12, 67e12, 0.8 * 3.35e12, 360e9, 50e9),
+    "h200": Device("H200", 0.6 * 989e12, 0.75 * 67e12, 989e12, 67e12, 0.8 * 4.8e12, 360e9, 50e9),
+    "cpu": Device("CPU", 0.1e12, 0.1e12, 0.1e12, 0.1e12, 10e9, 1e9, 10e9),
 }
 """By their names on the command line. The shares of the vendors' figures are typical of large products."""
 
@@ -55,7 +58,8 @@ def measured() -> Device:
     memory = 2 * block.nbytes / _seconds(lambda: copied.copy_(block), device)
     fp32 = products(torch.float32)
     name = torch.cuda.get_device_name() if is_gpu else "this CPU"
-    return Device(name, products(torch.bfloat16) if is_gpu else fp32, fp32, memory, base.node_link, base.host_link)
+    half = products(torch.bfloat16) if is_gpu else fp32
+    return Device(name, half, fp32, half, fp32, memory, base.node_link, base.host_link)
 
 
 def _seconds(run: object, device: torch.device, budget: float = 0.3) -> float:

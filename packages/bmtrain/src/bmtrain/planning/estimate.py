@@ -63,7 +63,7 @@ def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
     peak = replace(peaks[phase], state=shards * device_state)
     seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
     tokens = job.world_size * job.batch * job.sequence
-    limit = job.device.flops if job.is_half else job.device.fp32_flops
+    limit = job.device.peak if job.is_half else job.device.fp32_peak
     # Forward and the gradients of activations use all parameters; only trained parameters have gradients.
     useful = (4 * model.parameters + 2 * model.trained) * tokens
     return Estimate(

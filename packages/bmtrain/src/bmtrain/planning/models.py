@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ def _are_alike(layers: list[nn.Module]) -> bool:
 
 def loss_of(output: Any, *_: Any) -> Tensor:
     """The scalar to differentiate: the loss that a model returned, or the cross entropy of its logits."""
-    loss = getattr(output, "loss", None)
+    named = output.get if isinstance(output, Mapping) else functools.partial(getattr, output)
+    loss = named("loss", None)
     if loss is None:
-        loss = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+        loss = output[0] if isinstance(output, (tuple, list)) else named("logits", output)
     if not isinstance(loss, Tensor):
         raise ValueError(f"the model returned a {type(output).__name__} without a loss or logits")
     if loss.dim() == 0:
@@ -126,6 +128,8 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
     sys.path.insert(0, "")
     try:
         source: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"MODEL {name!r}: the import failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
     build = getattr(source, function, None)
@@ -136,24 +140,31 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
             made = build()
         except Exception as error:
             raise ValueError(f"MODEL {name!r}: the call failed: {type(error).__name__}: {error}") from error
-    module, batch = made if isinstance(made, tuple) else (made, _ids)
+    module, *others = made if isinstance(made, tuple) else (made, _ids)
     if not isinstance(module, nn.Module):
         raise ValueError(f"MODEL {name!r} returned a {type(module).__name__}, not a module")
+    if len(others) != 1 or not callable(others[0]):
+        raise ValueError(f"MODEL {name!r} must return a module, or a module and a function that makes a batch")
+    [batch] = others
     return PlannedModel(name, module, 1024, batch)
 
 
 def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
-    names = getattr(config, "architectures", None) or []
-    cls = getattr(transformers, names[0], None) if names else None
     attention = "eager" if materialize_scores else "sdpa"
-    with torch.device("meta"):
-        if cls is not None:
-            module = cls._from_config(config, attn_implementation=attention)
-        else:
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        names = getattr(config, "architectures", None) or []
+        cls = getattr(transformers, names[0], None) if names else None
+        with torch.device("meta"):
+            if cls is not None:
+                module = cls._from_config(config, attn_implementation=attention)
+            else:
+                module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"MODEL {path!r}: transformers cannot make it: {reason}") from error
     module.config.use_cache = False
     positions = getattr(config, "max_position_embeddings", None) or None
     return PlannedModel(path, module, min(positions or 1024, 4096), ids_and_labels, positions=positions)

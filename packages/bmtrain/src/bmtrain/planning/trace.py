@@ -102,7 +102,12 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
                 if param.requires_grad:  # as after a step, which keeps gradients and zeroes them
                     param.grad = sharded_gradient(zeros, param)
         _mark_phases(layers, memory)
-        args, kwargs = model.batch(batch, job.sequence)
+        try:
+            args, kwargs = model.batch(batch, job.sequence)
+        except Exception as error:
+            raise ValueError(
+                f"the batch of {model.name} must be (args, kwargs) of the module: {type(error).__name__}: {error}"
+            ) from error
 
         def run() -> None:
             memory.enter(PHASES[0])
