@@ -17,7 +17,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ from .gradient_target import GradientTarget
 from .options import Options
 from .sharded_parameter import ShardedParameter
 from .unsharded_parameter import LEAST_BYTES, UnshardedParameter
-
-_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class GroupHandle:
@@ -243,8 +240,6 @@ class ParameterGroup:
                 param.handle = GroupHandle(self, reducer, index)
                 if param.is_unfilled:
                     self.unfilled.append(param)
-        self._slot_names = [slot.name for slot in self.slots]
-        self._slot_params = [self.params[slot.index] for slot in self.slots]
 
     @property
     def is_worth_prefetching(self) -> bool:
@@ -328,7 +323,7 @@ class ParameterGroup:
 
     def refresh(self, reducers: Sequence[GradientReducer]) -> None:
         """Notice a new name, frozen or unfrozen parameters, and whether parameters of ``reducers`` were moved."""
-        trains = list(map(_requires_grad, self.params))
+        trains = [p.requires_grad for p in self.params]
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
             name = self.name if self.number < 0 else f"{self.name}, number {self.number}"
@@ -403,12 +398,11 @@ class ParameterGroup:
     def install(self, tensors: Sequence[Tensor]) -> bool:
         """Let the modules see ``tensors`` in place of the parameters. Returns whether they saw parameters before."""
         first = not self._installed
-        places = [slot.module._parameters for slot in self.slots]
-        if first and not all(map(is_, map(dict.get, places, self._slot_names), self._slot_params)):
+        if first:
             self._check_places()
         self._installed = True
-        for place, slot in zip(places, self.slots, strict=True):
-            place[slot.name] = tensors[slot.index]  # type: ignore[assignment]
+        for slot in self.slots:
+            slot.module._parameters[slot.name] = tensors[slot.index]  # type: ignore[assignment]
         for module in self._recurrent:
             refresh_flat_weights(module)
         return first
@@ -430,12 +424,12 @@ class ParameterGroup:
         if not self._installed:
             return
         self._installed = False
-        for slot, param in zip(self.slots, self._slot_params, strict=True):
+        for slot in self.slots:
             parameters = slot.module._parameters
             if slot.name not in parameters:  # a parametrization was registered and removed, which sets the name again
                 slot.module._buffers.pop(slot.name, None)
                 slot.module.__dict__.pop(slot.name, None)
-            parameters[slot.name] = param
+            parameters[slot.name] = self.params[slot.index]
         for module in self._recurrent:
             refresh_flat_weights(module)
 
