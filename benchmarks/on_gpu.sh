@@ -18,6 +18,11 @@ case "${1:-}" in
 esac
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+known=" kernels tests one-gpu memcheck racecheck adam adam8bit norms cross-entropy factored optimizers lamb overhead \
+train-step tensor-parallel pipeline "
+for part in "$@"; do
+    [[ $known = *" $part "* ]] || { echo "there is no part $part; the parts are$known" >&2; exit 2; }
+done
 parts=" $* "
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

@@ -37,6 +37,7 @@ from bmt_optim import (
     Lamb,
     Muon,
     OptimManager,
+    ScheduleFreeAdamW,
     engine,
     to_distributed,
 )
@@ -368,3 +369,30 @@ def test_optimizers_of_sharded_parameters_step_together(ctx: ParallelContext) ->
     manager.backward(blocks(torch.ones(1, 4)).sum())
     manager.step()
     assert optimizers[0].communication is optimizers[1].communication
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [1, 3])
+def test_weights_come_back_from_averages_also_if_the_first_forward_computes_with_these(ctx: Any, level: int) -> None:
+    """The first forward moves parameters to memory that ranks share."""
+
+    def made() -> tuple[Block, ScheduleFreeAdamW]:
+        torch.manual_seed(0)
+        block = Block(nn.Linear(8, 8), zero_level=level)
+        return block, ScheduleFreeAdamW(block.parameters(), lr=0.1)
+
+    block, optimizer = made()
+    for _ in range(3):
+        block(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    resumed, its_optimizer = made()
+    resumed.load_state_dict(block.state_dict())
+    its_optimizer.load_state_dict(optimizer.state_dict())
+    trained = [local_tensor(param).detach().clone() for param in resumed.parameters()]
+    with its_optimizer.evaluating(), torch.no_grad():
+        resumed(torch.ones(1, 8))
+        averages = [local_tensor(param).detach().clone() for param in resumed.parameters()]
+    for param, values, average in zip(resumed.parameters(), trained, averages, strict=True):
+        assert torch.equal(local_tensor(param), values)
+        assert not values.numel() or not torch.equal(average, values)

@@ -141,7 +141,7 @@ def test_a_process_that_loses_its_last_checkpoint_says_so_and_ends_with_an_error
     tmp_path: Path, way: str, ranks: int
 ) -> None:
     script = """
-import os, sys
+import atexit, sys
 from torch import nn
 import bmt_comm
 from bmt_zero import Checkpointer
@@ -150,6 +150,9 @@ def refused(*arguments):
     raise OSError(28, "No space left on device")
 writer.write_all = refused
 bmt_comm.init_distributed(device="cpu")
+atexit.register(print, "what others do at exit", file=sys.stderr)
+log = open(sys.argv[1] + ".log", "w")
+log.write("a line")
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, model=nn.Linear(300, 300))
 if sys.argv[2] == "shutdown":
@@ -165,11 +168,13 @@ if sys.argv[2] == "shutdown":
     command = [sys.executable, *launch, str(tmp_path / "leaving.py"), str(tmp_path / "c"), way]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "No space left on device" in result.stderr
+    assert "what others do at exit" in result.stderr
+    assert (tmp_path / "c.log").read_text() == "a line"
     if ranks == 1:
-        assert result.returncode == (7 if way == "shutdown" else 1), result.stderr
+        assert result.returncode == (7 if way == "shutdown" else 120), result.stderr
     else:  # torchrun's own status
         assert result.returncode == 1
-        assert f"exitcode  : {7 if way == 'shutdown' else 1}" in result.stderr
+        assert f"exitcode  : {7 if way == 'shutdown' else 120}" in result.stderr
     assert ("caught: " in result.stderr) == (way == "shutdown")
 
 

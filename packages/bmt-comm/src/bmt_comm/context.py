@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
@@ -128,7 +129,7 @@ class ParallelContext(TopologyNames):
 
 _current: ParallelContext | None = None
 _process = os.getpid()  # the process that has made the context
-_before_shutdown: list[Callable[[], object]] = []
+_before_shutdown: list[tuple[int, Callable[[], object]]] = []  # with the process that has registered it
 _log = logging.getLogger("bmt_comm")
 _restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
@@ -315,9 +316,10 @@ def _wake(message: str) -> None:
 def before_shutdown(call: Callable[[], object]) -> None:
     """Register a function that the next :func:`shutdown` calls first, on all ranks, while the process groups exist.
 
-    It is called at exit, too, also if there is no context then. If it raises there, the process ends with status 1.
+    It is called at exit, too, also without a context, and after an exception, when the other ranks may not come. If it
+    raises there, the process ends with status 120.
     """
-    _before_shutdown.append(call)
+    _before_shutdown.append((os.getpid(), call))
 
 
 def shutdown() -> None:
@@ -332,18 +334,26 @@ def shutdown() -> None:
     failures = _prepare_shutdown() if _current is not None else []
     _leave()
     if failures:
+        _report(failures[1:])
         raise failures[0]
 
 
 def _prepare_shutdown() -> list[Exception]:
-    """Call what :func:`before_shutdown` has registered. Returns the exceptions."""
+    """Call what this process has registered by :func:`before_shutdown`. Returns the exceptions."""
     failures = []
     while _before_shutdown:
+        process, call = _before_shutdown.pop()
         try:
-            _before_shutdown.pop()()
+            if process == os.getpid():
+                call()
         except Exception as error:
             failures.append(error)
     return failures
+
+
+def _report(failures: Sequence[Exception]) -> None:
+    for failure in failures:
+        _log.error("%s: %s", type(failure).__name__, failure)
 
 
 def _leave() -> None:
@@ -369,27 +379,41 @@ def _leave() -> None:
             dist.destroy_process_group(group)
 
 
+class _FailingStderr:
+    """Stands for ``sys.stderr``. Python ends with status 120 if its last flush fails.
+
+    An exception in a function that runs at exit does not change the status. ``os._exit`` would leave out what others do
+    at exit.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        raise OSError("something failed at the end of the process; the log says what")
+
+
 def _shutdown_at_exit() -> None:
+    failures = _prepare_shutdown()
+    if failures:
+        _report(failures)
+        sys.stderr = _FailingStderr(sys.stderr)
     if os.getpid() != _process:
         # A fork. The process groups' threads do not run here, so their destructors would abort or wait for ever.
         if _current is not None and dist.is_initialized():
             for group in dist.distributed_c10d._world.pg_map:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
-    failures = _prepare_shutdown()
-    for failure in failures:
-        _log.error("%s", failure)
     # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
     if not hasattr(sys, "last_type"):
         _leave()
     watch.stop(leaves=False)  # its thread must not run while the interpreter ends
     let_backend_threads_rest()
-    if failures and not hasattr(sys, "last_type"):
-        # An exception in a function that runs at exit does not change the status, by which a job is said to be done.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 atexit.register(_shutdown_at_exit)

@@ -100,7 +100,7 @@ class FusedCrossEntropy(nn.Module):
     def _my_columns(self, width: int, comm: Communicator) -> tuple[int, int]:
         """The first column of this rank, and the size of the vocabulary. A collective, once per width.
 
-        Two vocabularies that are divided into shards of one width on some ranks only need an object each.
+        If two vocabularies have shards of equal width on some ranks but not on all, give each its own object.
         """
         if self._columns is None or self._columns[0] != width:
             widths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)

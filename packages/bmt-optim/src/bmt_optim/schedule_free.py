@@ -176,14 +176,14 @@ class ScheduleFreeAdamW(DistributedOptimizer):
                             before = local.clone()
                             y = entry.get("master", local).float()
                             local.copy_(y.lerp(entry["z"], 1 - 1 / group["betas"][0]))
-                            kept.append((local, before, local._version))
+                            kept.append((param, before, param._version))
             yield
         finally:
             self._evaluates = False
-            if any(local._version != version for local, _, version in kept):
+            if any(param._version != version for param, _, version in kept):
                 _log.warning("parameters were written within evaluating(), whose end undoes it")
             with torch.no_grad():
-                for local, y, _ in kept:
-                    local.copy_(y)
+                for param, y, _ in kept:
+                    local_tensor(param).copy_(y)  # a first forward may have moved them to memory that ranks share
             for module in resharded:
                 module.reshard()

@@ -84,7 +84,7 @@ class FlatParameter:
 
     Attributes:
         communicators: the groups of several ranks among the two.
-        stream: for collectives and copies to the host, which overlap with computation; None on CPU, or without these.
+        stream: for collectives that overlap with computation; None on CPU.
         offloads: whether ``shard`` is in host memory; see [Note: offloaded parameters].
         device: of computation.
         dtype: of computation, and so of gradients; ``unsharded`` has it, too, unless the weights are in float8.
@@ -103,10 +103,9 @@ class FlatParameter:
         self.params = list(params)
         self.shard_comm, self.replicate_comm = communicators
         self.communicators = tuple(comm for comm in communicators if comm.size > 1)
+        self.stream = (self.communicators or communicators)[0].stream
         self.options = options
         self.offloads = options.offload
-        overlaps = self.communicators or (communicators if self.offloads else ())
-        self.stream = overlaps[0].stream if overlaps else None
         self.allocate = allocate
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
         self._unsharded_geometry = [_geometry(p.shape, p.offset) for p in self.placements]

@@ -40,7 +40,7 @@ class TrainingMetrics:
 
     A record has
 
-    - ``loss``: the mean over ranks and steps;
+    - ``loss``: the mean over ranks and steps that were not skipped; NaN if all were;
     - ``tokens_per_second``: of all ranks; ``seconds``: per step;
     - ``memory``: the largest peak of all ranks, in bytes;
     - ``sent``: bytes per step, of the rank that sends most;
@@ -218,7 +218,7 @@ class JsonLines(OpenedSink):
 
     def write(self, step: int, record: Record) -> None:
         self.open()
-        numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._opened.write(json.dumps({"step": step, **numbers}) + "\n")
         self._opened.flush()
 

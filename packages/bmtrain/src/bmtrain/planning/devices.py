@@ -16,7 +16,8 @@ class Device:
         name: the name to print.
         flops: floating-point operations per second of matrix products in half precision.
         fp32_flops: the same in fp32, without TF32, as torch computes by default.
-        peak, fp32_peak: of these, what the vendor names, to which model FLOPs utilization refers.
+        peak, fp32_peak: of these, what the vendor names, to which model FLOPs utilization refers; or what was measured
+            or given.
         memory: bytes per second to and from its memory.
         node_link: bytes per second that a device sends to the others of its node.
         host_link: bytes per second between the device and the host's memory.
