@@ -156,4 +156,4 @@ def _unshard_all(values: Iterable[Any]) -> None:
             _unshard_all(value)
 
 
-_WITHOUT_VALUES = FACTS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
+_WITHOUT_VALUES = FACTS | {Tensor.grad_fn.__get__}  # type: ignore[union-attr]
