@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import bmt_comm.communicator
 import bmt_comm.shared_memory
+import bmt_comm.watch
 import bmt_kernels
 import bmt_kernels.process_memory as memory
 from bmt_comm import REDUCE_OPS, Communicator, init_distributed, shutdown
@@ -47,6 +48,11 @@ def pair(ctx, pages=2, room=ROOM):
         shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
         assert shared.share_memory()
         yield shared, messages
+
+
+def go_on_after_failures():
+    """Let this rank's wait fail without the end of the job: the watch would end the waits of all ranks."""
+    bmt_comm.watch.stop(leaves=True)
 
 
 def values(rank, numel, dtype, seed=0):
@@ -483,6 +489,7 @@ def test_a_collective_that_was_interrupted_in_its_middle_does_not_pass_for_succe
 
 @pytest.mark.ranks(2, timeout=20)
 def test_a_rank_that_fails_within_a_collective_leaves_nobody_waiting(ctx):
+    go_on_after_failures()
     comm = Communicator(dist.new_group([0, 1]))
     assert comm.share_memory()
     x = torch.ones(3)
@@ -504,6 +511,7 @@ def test_a_rank_that_fails_within_a_collective_leaves_nobody_waiting(ctx):
 
 @pytest.mark.ranks(2, timeout=20)
 def test_a_collective_that_was_late_is_not_waited_for_again(ctx):
+    go_on_after_failures()
     comm = Communicator(dist.new_group([0, 1]))
     assert comm.share_memory(datetime.timedelta(seconds=1))
     if ctx.rank == 0:
@@ -658,6 +666,7 @@ def test_messages_go_on_while_a_rank_waits_for_gloo(ctx):
 
 @pytest.mark.ranks(2, timeout=30)
 def test_a_send_ends_without_its_receive_while_there_is_room(ctx):
+    go_on_after_failures()
     with messages(ctx, stage=1 << 20, timeout=1) as comm:
         x = torch.full((200_000,), 1.0)
         if comm.rank == 0:
