@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_comm import RankFailureError, check_agreement, current_context, init_distributed
+from bmt_comm import RankFailureError, check_agreement, current_context, init_distributed, watch
 
 
 def elsewhere(until: Path) -> None:
-    while not until.exists():
-        time.sleep(0.02)
+    """Until there is this file. A rank that is elsewhere is ended soon after the time-out; here it has longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_WAKE", 2.5)
+        while not until.exists():
+            time.sleep(0.02)
 
 
 def optimizers() -> Callable[[], object]:

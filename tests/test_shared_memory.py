@@ -325,7 +325,8 @@ def test_by_messages_collectives_that_differ_do_not_take_each_others_data():
 
 
 @pytest.mark.ranks(2, init=False, timeout=40)
-def test_the_timeout_is_that_of_the_layout(tmp_path):
+def test_the_timeout_is_that_of_the_layout(tmp_path, monkeypatch):
+    monkeypatch.setattr(bmt_comm.watch, "_WAKE", 2.5)
     dist.init_process_group("gloo")
     ctx = init_distributed(timeout=0.7, device="cpu")
     x = torch.ones(2)

@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_comm import init_distributed
+from bmt_comm import init_distributed, watch
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+
+
+def elsewhere(until):
+    """Until there is this file. A rank that is elsewhere is ended soon after the time-out; here it has longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_WAKE", 2.5)
+        while not until.exists():
+            time.sleep(0.02)
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
@@ -23,9 +31,8 @@ def test_a_timeout_is_served_once(when, tmp_path):
     x = torch.ones(2, 4)
     blocks(x).sum().backward()
     loss = blocks(x).sum() if when == "backward" else None
-    if os.environ["RANK"] == "1":  # is elsewhere until the time-out; it would be ended a second later
-        while not (tmp_path / "over").exists():
-            time.sleep(0.02)
+    if os.environ["RANK"] == "1":
+        elsewhere(tmp_path / "over")
         return
     start = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -62,8 +69,7 @@ def test_a_rank_that_stays_away_after_an_exception_in_forward_is_named(layer, wh
         model.layers[layer].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(x)
-        while not (tmp_path / "over").exists():  # is elsewhere until the time-out
-            time.sleep(0.02)
+        elsewhere(tmp_path / "over")
         return
     with pytest.raises(RuntimeError, match="rank 1: is at") as error:
         model(x).sum().backward()
@@ -76,9 +82,8 @@ def test_a_rank_that_stays_away_after_an_exception_in_forward_is_named(layer, wh
 def test_a_state_dict_on_one_rank_says_what_it_is(tmp_path):
     init_distributed(device="cpu", timeout=2.0)
     model = BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    if os.environ["RANK"] == "1":  # is elsewhere until the time-out; it would be ended a second later
-        while not (tmp_path / "over").exists():
-            time.sleep(0.02)
+    if os.environ["RANK"] == "1":
+        elsewhere(tmp_path / "over")
         return
     with pytest.raises(RuntimeError, match=r"0\.(weight|bias) of the small parameters of Sequential"):
         model.state_dict()
