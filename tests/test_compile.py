@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,3 +350,39 @@ def test_what_is_compiled_in_a_checkpointed_layer(ctx: Any, use_checkpoint: Any,
             assert (param.grad - expected.grad).norm() <= 1e-6 * expected.grad.norm()
     if hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):  # not in old torch
         assert compiled_graphs() == 1
+
+TRAINS = """
+import sys
+import torch
+from torch import nn
+import bmtrain as bmt
+
+bmt.init_distributed()
+layers = bmt.TransformerBlockList([bmt.Block(nn.Linear(4, 4), use_checkpoint=False) for _ in range(3)])
+model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Embedding(9, 4), layers))
+weights, biases = ([p for p in model.parameters() if len(p.bmt_slice.shape) == dims] for dims in (2, 1))
+groups = [{"params": weights}, {"params": biases, "use_muon": False}]
+checkpointer = bmt.Checkpointer(sys.argv[1])
+for step, optimizer in enumerate((bmt.optim.AdamOptimizer(model.parameters()), bmt.optim.Muon(groups))):
+    manager = bmt.optim.OptimManager(loss_scale=1024.0)
+    manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 1e-3, 1, 10, 0))
+    for _ in range(2):
+        loss = model(torch.arange(3)).sum()
+        manager.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
+        manager.backward(loss)
+        manager.clip_grad_norm(model.parameters(), 1.0)
+        manager.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    checkpointer.save(step, model=model, manager=manager)
+    checkpointer.wait()
+    checkpointer.load_latest(model=model, manager=manager)
+bmt.save(model, sys.argv[1] + "/model.pt")
+imported = {"torch._dynamo", "sympy"} & set(sys.modules)
+assert not imported, imported
+"""
+
+
+def test_a_script_that_does_not_compile_does_not_import_the_compiler(tmp_path: Path) -> None:
+    """Activation checkpoints excepted: torch's own do."""
+    subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path)], check=True, timeout=120)
