@@ -122,13 +122,14 @@ def test_compiled_models_train_as_plain_ones_do(ctx: Any, level: int, checkpoint
     assert compiled_graphs() > 0 or (checkpoint and how != "layers after")
 
 
-def thorough(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.thorough)
-
-
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize(
-    ("kind", "level", "checkpoint"), [("llama", 3, True), thorough("gpt2", 2, False), thorough("gpt2", 3, True)]
+    ("kind", "level", "checkpoint"),
+    [
+        ("llama", 3, True),
+        pytest.param("gpt2", 2, False, marks=pytest.mark.long),
+        pytest.param("gpt2", 3, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_layers_of_transformers_are_one_graph_each(
     ctx: Any, kind: str, level: int, checkpoint: bool, backend: str
@@ -350,6 +351,7 @@ def test_what_is_compiled_in_a_checkpointed_layer(ctx: Any, use_checkpoint: Any,
             assert (param.grad - expected.grad).norm() <= 1e-6 * expected.grad.norm()
     if hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):  # not in old torch
         assert compiled_graphs() == 1
+
 
 TRAINS = """
 import sys

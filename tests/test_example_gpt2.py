@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +44,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from train import Trainer, train  # noqa: E402
 
-QUICK = ("adam", "muon", "adafactor")  # the optimizers of a bare nox
+QUICK = ("adam", "muon", "adafactor")  # the optimizers of a bare nox and of CI
 TINY = GPTConfig(vocab_size=67, seq_len=12, num_layers=3, num_heads=2, hidden_size=14)
 
 
@@ -121,8 +122,8 @@ class PlainGPT(nn.Module):
         return self.final_norm(x) @ (self.head if hasattr(self, "head") else self.token_embedding).weight.T
 
 
-def thorough(value):
-    return pytest.param(value, marks=pytest.mark.thorough)
+def long(value):
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 def loss_of(model, sequences):
@@ -705,6 +706,7 @@ def test_overwrite_leaves_a_run_alone_that_is_under_way(tmp_path):
         try:
             while not list(out.glob("checkpoints/step-*")):
                 assert process.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.05)
             process.send_signal(signal.SIGSTOP)
             files = {path: path.stat().st_ino for path in out.rglob("*")}
             code, refused = run_training(tmp_path, "--overwrite", ranks=1)
@@ -831,7 +833,7 @@ def test_losses_do_not_depend_on_the_tensor_parallel_size(single, tmp_path):
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
-@pytest.mark.parametrize("optimizer", [name if name in QUICK else thorough(name) for name in LEARNING_RATES])
+@pytest.mark.parametrize("optimizer", [name if name in QUICK else long(name) for name in LEARNING_RATES])
 def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(single, optimizer):
     folder, _ = single
     rate = 3e-3 if optimizer == "muon" else 3 * LEARNING_RATES[optimizer]
@@ -942,7 +944,7 @@ def meeting():
     bmt.shutdown()
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_other_numbers_of_ranks_go_on_with_the_same_samples(single):
     folder, _ = single
     flags = ["--batch-size", "1", "--step-size", "24", "--save-interval", "2", "--keep", "9", "--resume"]

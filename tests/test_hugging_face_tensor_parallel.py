@@ -127,7 +127,7 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> list[float]
     "kind",
     [
         *("gpt2", "llama", "llama in sequence", "llama, one head", "llama in sequence, one head", "gemma", "mixtral"),
-        *("llama4", "deepseek", "bert", "opt", pytest.param("roberta", marks=pytest.mark.thorough)),
+        *("llama4", "deepseek", "bert", "opt", pytest.param("roberta", marks=pytest.mark.long)),
     ],
 )
 @pytest.mark.parametrize("sharded", [True, False])

@@ -60,17 +60,17 @@ def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return losses
 
 
-def marked(mark: Any, *values: str) -> Any:
-    return pytest.param(*values, marks=mark)
+def long(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     ("when", "hosts"),
     [
         ("host", "{rank}"),
-        marked(pytest.mark.long, "take", "one"),
-        marked(pytest.mark.thorough, "step", "one"),
-        marked(pytest.mark.long, "take", "{rank}"),
+        long("take", "one"),
+        long("step", "one"),
+        long("take", "{rank}"),
     ],
 )
 def test_a_killed_rank_costs_one_step_at_most(tmp_path, memory, uninterrupted, when, hosts):

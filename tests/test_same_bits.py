@@ -124,7 +124,10 @@ def test_any_number_of_ranks_gives_the_same_bits(pool, level):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["offload", "adam rule", "torch", "muon", "torch muon"])
+@pytest.mark.parametrize(
+    "kind",
+    ["offload", "muon", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adam rule", "torch", "torch muon"))],
+)
 def test_with_each_optimizer(pool, kind):
     assert different(pool, 3, kind) == []
 

@@ -365,7 +365,9 @@ os._exit(0)  # the other is not there to say goodbye to
 """
 
 
-@pytest.mark.parametrize("numel", [2, 1_000_000, -2, -20_000_000])  # below 0: of single messages
+@pytest.mark.parametrize(  # below 0: of single messages
+    "numel", [2, -20_000_000, *(pytest.param(numel, marks=pytest.mark.long) for numel in (1_000_000, -2))]
+)
 def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
     ranks = []
     try:

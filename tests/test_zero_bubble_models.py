@@ -64,8 +64,8 @@ def loss_of(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("level", "schedule"),
     [
-        pytest.param(0, "zero_bubble_h1", marks=pytest.mark.thorough),
-        pytest.param(2, "zero_bubble_h1", marks=pytest.mark.thorough),
+        pytest.param(0, "zero_bubble_h1", marks=pytest.mark.long),
+        pytest.param(2, "zero_bubble_h1", marks=pytest.mark.long),
         (3, "zero_bubble_h1"),
         (3, "zero_bubble_v"),
     ],

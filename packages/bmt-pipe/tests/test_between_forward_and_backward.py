@@ -233,6 +233,7 @@ def test_a_checkpoint_around_the_call(ctx: ParallelContext, count: int) -> None:
         checkpoint(lambda x: layers.piped(x, tail=mean_square), hidden(ctx, 4), use_reentrant=False)
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=300)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself, and the next one
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

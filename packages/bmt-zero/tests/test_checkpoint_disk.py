@@ -123,8 +123,13 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", ["end", "exit", "raise"])
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *(("end", 2), ("exit", 1), ("raise", 2)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("end", 1), ("exit", 2), ("raise", 1))),
+    ],
+)
 def test_a_process_that_leaves_without_waiting_has_its_checkpoint(tmp_path: Path, way: str, ranks: int) -> None:
     (tmp_path / "leaving.py").write_text(LEAVING)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []

@@ -189,7 +189,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: Path, ranks: int) -> None:
     """The file system keeps what was flushed, and any part of everything else."""
     folder, state = tmp_path / "c", tmp_path / "state"

@@ -202,6 +202,7 @@ def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_pat
     assert shard * 0.5 < memory.peak < shard + extra  # freed memory that the process still holds is used again
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2, timeout=120)
 def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_path: Path) -> None:
     """A model on the meta device is loaded from a directory, and from files that rank 0 reads for a slower rank."""

@@ -557,6 +557,7 @@ def test_a_value_that_holds_itself_many_times_is_one_object(tmp_path: Path) -> N
     assert value[0] is value[1]
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_a_file_of_very_many_tensors_loads(ctx: Any, tmp_path: Path) -> None:
     """The time of torch.load grows with the square of their number."""
@@ -874,7 +875,7 @@ class Data:
         self.value = state["value"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_mutated_files_are_refused_clearly(tmp_path: Path, seed: int) -> None:
     """The session ``checkpoint_faults`` of nox takes more rounds."""
     checkpointer = Checkpointer(tmp_path / "c")
