@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import bmt_comm
 from bmt_comm import init_distributed, shutdown
-from bmt_comm.context import _LOCAL_RANKS, _choose_device, _local_rank, _pairs
+from bmt_comm.context import _LOCAL_RANKS, _choose_device, _local_rank
+from bmt_comm.layout_groups import _pairs
 from bmt_comm.startup import connect
 
 

@@ -15,7 +15,6 @@ from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import (
     ParallelContext,
-    before_shutdown,
     current_context,
     init_distributed,
     is_initialized,
@@ -24,6 +23,7 @@ from .context import (
 from .fixed_order import TREE_SUM, TreeSum, tree_sum
 from .host_memory import page_locked
 from .journal import note_place
+from .leaving import before_shutdown
 from .loss_scale import (
     LossScaler,
     begin_backward,

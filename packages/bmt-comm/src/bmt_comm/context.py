@@ -9,14 +9,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
-import logging
 import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
@@ -30,6 +28,8 @@ from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator
 from .fixed_order import use_deterministic_kernels
 from .journal import journals, note_place
+from .layout_groups import LayoutGroups
+from .leaving import end_with_an_error, log_failures, prepare_shutdown
 from .report import ranks_in_words
 from .slice import forget_communicators
 from .startup import Start, connect, meet
@@ -129,8 +129,6 @@ class ParallelContext(TopologyNames):
 
 _current: ParallelContext | None = None
 _process = os.getpid()  # the process that has made the context
-_before_shutdown: list[tuple[int, Callable[[], object]]] = []  # with the process that has registered it
-_log = logging.getLogger("bmt_comm")
 _restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
 
@@ -313,15 +311,6 @@ def _wake(message: str) -> None:
     stop_waiting(message)
 
 
-def before_shutdown(call: Callable[[], object]) -> None:
-    """Register a function that the next :func:`shutdown` calls first, on all ranks, while the process groups exist.
-
-    It is called at exit, too, also without a context, and after an exception, when the other ranks may not come. If it
-    raises there, the process ends with status 120.
-    """
-    _before_shutdown.append((os.getpid(), call))
-
-
 def shutdown() -> None:
     """Leave the job: forget the context and destroy the process group, unless it was adopted.
 
@@ -331,29 +320,11 @@ def shutdown() -> None:
         Exception: the first one of functions that :func:`before_shutdown` has registered, after all else is done. So a
             script notices that its last checkpoint could not be written.
     """
-    failures = _prepare_shutdown() if _current is not None else []
+    failures = prepare_shutdown() if _current is not None else []
     _leave()
     if failures:
-        _report(failures[1:])
+        log_failures(failures[1:])
         raise failures[0]
-
-
-def _prepare_shutdown() -> list[Exception]:
-    """Call what this process has registered by :func:`before_shutdown`. Returns the exceptions."""
-    failures = []
-    while _before_shutdown:
-        process, call = _before_shutdown.pop()
-        try:
-            if process == os.getpid():
-                call()
-        except Exception as error:
-            failures.append(error)
-    return failures
-
-
-def _report(failures: Sequence[Exception]) -> None:
-    for failure in failures:
-        _log.error("%s: %s", type(failure).__name__, failure)
 
 
 def _leave() -> None:
@@ -379,30 +350,11 @@ def _leave() -> None:
             dist.destroy_process_group(group)
 
 
-class _FailingStderr:
-    """Stands for ``sys.stderr``. Python ends with status 120 if its last flush fails.
-
-    An exception in a function that runs at exit does not change the status. ``os._exit`` would leave out what others do
-    at exit.
-    """
-
-    closed = False
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        raise OSError("something failed at the end of the process; the log says what")
-
-
 def _shutdown_at_exit() -> None:
-    failures = _prepare_shutdown()
+    failures = prepare_shutdown()
     if failures:
-        _report(failures)
-        sys.stderr = _FailingStderr(sys.stderr)
+        log_failures(failures)
+        end_with_an_error()
     if os.getpid() != _process:
         # A fork. The process groups' threads do not run here, so their destructors would abort or wait for ever.
         if _current is not None and dist.is_initialized():
@@ -489,7 +441,7 @@ def _lay_out(
     grid = torch.arange(world_size, device="cpu").view(pipe_size, data_size, tp_size)
     everyone = dist.group.WORLD
     assert everyone is not None
-    groups = _Groups(everyone, device, timeout)
+    groups = LayoutGroups(everyone, device, timeout)
     mesh_groups = [groups.of(_parts(grid, d)) for d in range(3)]
     mesh = DeviceMesh.from_group(mesh_groups, device.type, grid, mesh_dim_names=MESH_DIMS)
 
@@ -546,114 +498,6 @@ def _parts(grid: Tensor, *dims: int) -> list[list[int]]:
     others = [d for d in range(3) if d not in dims]
     length = math.prod(grid.shape[d] for d in dims)
     return grid.permute(*others, *dims).reshape(-1, length).tolist()
-
-
-class _Groups:
-    """Makes process groups and communicators. All ranks call it for the same ones, in the same order.
-
-    All ranks make each process group, whether they are in it or not. If only the ranks of the group did
-    (``use_local_synchronization``), torch would name it by the number of groups that a rank is in, and ranks in
-    different numbers of groups would wait for each other under different names. If the default process group is bound
-    to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks. Groups that have no ranks in
-    common are made by one split.
-
-    If it is not bound to a device, NCCL connects the ranks of a group at their first exchange. In any group it connects
-    two ranks at their first message, which blocks both. These exchanges happen here, in the same order on all ranks.
-
-    Attributes:
-        made: the process groups that were made.
-        alone: the communicator of this rank.
-        world: that of all ranks.
-    """
-
-    def __init__(self, everyone: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta) -> None:
-        self.made: list[dist.ProcessGroup] = []
-        self._device, self._timeout = device, timeout
-        self._rank = dist.get_rank()
-        self._known = {tuple(range(dist.get_world_size())): everyone}
-        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
-        self.alone = Communicator(None, device)
-        self.world = self.communicator([list(range(dist.get_world_size()))])
-
-    def of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The process group of this rank's part; the same object for the same ranks."""
-        mine = next(tuple(part) for part in parts if self._rank in part)
-        if mine not in self._known:
-            made = self._make(parts)
-            assert made is not None
-            self._known[mine] = made
-        return self._known[mine]
-
-    def communicator(self, parts: Sequence[Sequence[int]]) -> Communicator:
-        """The communicator of this rank's part; ``alone`` if the part has no other rank."""
-        group = self.of(parts)
-        if group not in self._communicators:
-            alone = dist.get_world_size(group) == 1 and group is not dist.group.WORLD
-            self._communicators[group] = self.alone if alone else self._connected(group, self._device)
-        return self._communicators[group]
-
-    def on_host(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> Communicator:
-        """A communicator of the same ranks for host memory; ``comm`` itself if it supports that."""
-        if comm.size == 1 or not comm.in_order:
-            return comm
-        # In an eager group, torch makes ranks outside of the new group split NCCL's communicator even for gloo, where
-        # the ranks of the group do not. So only these make it.
-        group = self._make(parts, "gloo", alone=comm.eager)
-        assert group is not None
-        return self._connected(group, torch.device("cpu"))
-
-    def channels(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> dict[tuple[int, int], Communicator]:
-        """The point-to-point channels of this rank: a communicator for each pair (source, target) of ranks of ``comm``.
-
-        ``parts`` are the ranks of ``comm``, and of the other communicators of its kind.
-        """
-        pairs = [each for pair in _pairs(comm.size) for each in (pair, pair[::-1])]
-        if not comm.in_order:
-            return {pair: comm for pair in pairs if comm.rank in pair}
-        # Each channel is a separate process group, so torch need not warn that messages wait for each other.
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        channels = {}
-        for source, target in pairs:
-            group = self._make([sorted((part[source], part[target])) for part in parts])
-            if group is None:
-                continue
-            channel = channels[source, target] = Communicator(group, self._device)
-            token = torch.zeros(1, device=self._device)
-            (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
-        return channels
-
-    def _make(
-        self, parts: Sequence[Sequence[int]], backend: str | None = None, alone: bool = False
-    ) -> dist.ProcessGroup | None:
-        """Make a process group for each part; returns this rank's. ``alone``: only the ranks of a part make it."""
-        mine = None
-        if self.world.eager and backend is None and len(set(_compat.backends().values())) == 1:
-            mine = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self._timeout)
-            self.made += [mine] if mine is not None else []
-            return mine
-        for part in parts:
-            group = dist.new_group(list(part), self._timeout, backend, use_local_synchronization=alone)
-            if self._rank in part:
-                mine = group
-                self.made.append(group)
-        return mine
-
-    def _connected(self, group: dist.ProcessGroup, device: torch.device) -> Communicator:
-        comm = Communicator(group, device)
-        comm.share_memory(self._timeout)
-        if comm.in_order and not comm.eager and comm.size > 1:
-            comm.barrier()
-        return comm
-
-
-def _pairs(size: int) -> Iterator[tuple[int, int]]:
-    """All pairs of ranks, in rounds. In a round each rank has at most one partner, so its pairs run in parallel."""
-    even = size + size % 2
-    for turn in range(even - 1):
-        for k in range(even // 2):
-            a, b = (turn, even - 1) if k == 0 else ((turn + k) % (even - 1), (turn - k) % (even - 1))
-            if max(a, b) < size:
-                yield min(a, b), max(a, b)
 
 
 def _seed_generators(seed: int) -> None:
