@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_helpers import pair, rows_of, seeded
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize
 
 from bmt_zero import BMTrainModelWrapper
 
@@ -174,3 +174,59 @@ def test_a_rank_evaluates_its_replica_alone(ctx):
         with torch.no_grad():
             torch.testing.assert_close(block(seeded(0, 2, 5)), plain(seeded(0, 2, 5)))
     block(seeded(0, 2, 5)).sum().backward()
+
+
+FILLS: dict[str, Callable[[Tensor], object]] = {
+    "constant_": lambda tensor: nn.init.constant_(tensor, 0.25),
+    "ones_": nn.init.ones_,
+    "zeros_": nn.init.zeros_,
+    "by keyword": lambda tensor: nn.init.constant_(tensor=tensor, val=0.5),
+}
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", list(FILLS))
+def test_values_of_initializers_stay(ctx, level, name):
+    """torch.nn.init calls some functions by keyword."""
+    plain, block = pair(make, zero_level=level)
+    for model in (plain, block):
+        for param in model.parameters():
+            assert FILLS[name](param) is param
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(block.get_parameter(key).full_tensor().detach(), value)
+    batch = seeded(0, 4, 5)
+    torch.testing.assert_close(block(batch), plain(batch))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_normalised_weight_outside_of_its_module(ctx, level):
+    """The kernel of weight_norm needs the logical operands, whose rows are cut at different places."""
+    plain, block = pair(lambda: parametrizations.weight_norm(nn.Linear(8, 6)), zero_level=level)
+    torch.testing.assert_close(block.weight, plain.weight)
+    expected = plain.weight.detach()
+    (plain.weight.square().sum() / ctx.world_size).backward()
+    (block.weight.square().sum() / ctx.world_size**2).backward()
+    for name, param in block.named_parameters():
+        wanted = torch.zeros_like(param) if name == "bias" else rows_of(plain.get_parameter(name).grad, param)
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad.add(0), wanted, msg=name)
+    with torch.no_grad():
+        parametrize.remove_parametrizations(block, "weight")
+    torch.testing.assert_close(block.weight.detach(), expected)
+
+
+@pytest.mark.ranks(2, 3)
+def test_dimensions(ctx):
+    """Parameter groups are often formed by them, and must be the same on all ranks."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 5)
+
+    plain, block = pair(Scaled)
+    for name, param in block.named_parameters():
+        wanted = plain.get_parameter(name)
+        assert (param.dim(), param.ndim, param.ndimension()) == (wanted.dim(), wanted.ndim, wanted.ndimension())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 
 import pytest
 import torch
@@ -276,3 +277,23 @@ def test_a_state_of_another_shape_is_refused(ctx):
     optimizer.state[param]["statistics"] = torch.zeros(3)
     with pytest.raises(TypeError, match=r"'statistics' .* has shape \(3,\)"):
         optimizer.state_dict()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_deep_copy_of_a_model_and_its_optimizer(ctx, level):
+    """Before the copy has stepped, and after."""
+    model = Block(make(), use_checkpoint=False, zero_level=level)
+    optimizer = adamw(model.parameters())
+    run(model, optimizer, ctx.world_size, range(2))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    assert_equal(twin_optimizer.state_dict(), optimizer.state_dict())
+    assert twin_optimizer.param_groups[0]["params"][0] is next(twin.parameters())
+    again = copy.deepcopy((twin, twin_optimizer))
+    for each in ((model, optimizer), (twin, twin_optimizer), again):
+        run(*each, ctx.world_size, range(2, 4))
+    assert_equal(twin_optimizer.state_dict(), optimizer.state_dict())
+    assert_equal(again[1].state_dict(), optimizer.state_dict())
+    reference = weakref.ref(twin_optimizer)
+    del twin_optimizer, each
+    assert reference() is None  # it is no part of a cycle

@@ -46,6 +46,7 @@ from .sharded_rows import (
     in_place,
     is_called_by_optimizer,
     logical_operands,
+    positional,
     sharded_rows,
 )
 from .slice import (
@@ -134,6 +135,7 @@ __all__ = [
     "packing",
     "page_locked",
     "planned_context",
+    "positional",
     "print_block",
     "print_dict",
     "print_rank",

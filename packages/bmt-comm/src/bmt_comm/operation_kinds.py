@@ -87,7 +87,12 @@ RANDOM = _names(
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
 INITIALIZERS_OF_MATRICES = _names("dirac_ eye_ kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 _RANDOM_COPIES = _names("rand_like randint_like randn_like")
-_GATHERED = _names("bernoulli binomial dropout normal poisson")  # all ranks draw the same numbers
+_GATHERED = _names(
+    """
+    _grouped_mm _int_mm _log_softmax _scaled_mm _softmax _weight_norm _weight_norm_interface
+    bernoulli binomial dropout normal poisson
+    """
+)  # all ranks draw the same numbers
 _RESHAPED = _names("flatten ravel reshape reshape_as squeeze unsqueeze view view_as")
 _VIEWS = _names(
     """
@@ -118,7 +123,7 @@ def is_in_place(name: str) -> bool:
 
 
 _KINDS = (
-    (Kind.LOCAL, _LOCAL),
+    (Kind.LOCAL, _LOCAL),  # and private functions, except kernels of whole tensors
     (Kind.NORM, NORMS),
     (Kind.REDUCTION, OF_ALL | ALONG_ROWS),
     (Kind.UNSCALE, frozenset(["_amp_foreach_non_finite_check_and_unscale_"])),

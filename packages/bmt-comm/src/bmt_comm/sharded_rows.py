@@ -115,7 +115,7 @@ class ShardedRows(Tensor):
             if operation is None:
                 return func(*args, **kwargs)
             if not args:
-                args, kwargs = _positional(kwargs)
+                args, kwargs = positional(kwargs)
             parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
             if not parts and operation is not _unscale:
                 return func(*args, **kwargs)
@@ -142,7 +142,7 @@ def is_called_by_optimizer() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.optim")
 
 
-def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments, with the first one as a positional argument; it was given by keyword."""
     first = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
     if first is None or "condition" in kwargs:  # the first argument of torch.where

@@ -6,8 +6,9 @@
     ``zeros_like`` return a ``bmt_comm.ShardedRows``, on which operations act as on the logical tensor. Operations that
     compute with the values (``torch.nn.functional``, powers, products, norms, indexing) act on the logical parameter.
     The modules of an unsharded group see unsharded tensors. Everywhere else such an operation unshards the parameter
-    first, differentiably, and all ranks must take part. ``numel()`` is that of the logical parameter, too, because
-    scripts count parameters with it.
+    first, differentiably, and all ranks must take part. ``numel()`` and ``dim()`` are those of the logical parameter,
+    too: scripts count parameters with the one, and form parameter groups by the other. A parameter without dimensions
+    has the shape (0,) on the ranks that do not hold it.
 
     Without gradients, arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
     parameters with gradients and states. Copies (``clone``, ``float``) act on rows, too. The results are
@@ -43,6 +44,7 @@ from bmt_comm import (
     is_called_by_optimizer,
     is_called_from,
     logical_operands,
+    positional,
     select_rows,
     sharded_rows,
     tp_shard_of,
@@ -200,6 +202,8 @@ def _result_or_operands(
     """
     if name in ("numel", "nelement"):
         return math.prod(args[0].bmt_slice.shape), args, kwargs
+    if name in ("dim", "ndimension") or (name == "__get__" and func.__self__ is Tensor.ndim):
+        return len(args[0].bmt_slice.shape), args, kwargs
     result = _special(func, name, args, kwargs)
     if result is not _NO_RESULT:
         return result, args, kwargs
@@ -208,6 +212,8 @@ def _result_or_operands(
     kind = Kind.ELEMENTWISE if isinstance(func, KERNELS) else kind_of(name)
     if kind is Kind.LOCAL:
         return func(*args, **kwargs), args, kwargs
+    if not args:  # torch.nn.init.constant_ calls by keyword
+        args, kwargs = positional(kwargs)
     if name in _LIKE or (kind is Kind.LISTS and not _is_recorded((args, kwargs))):
         args, kwargs = tree_map_only(ShardedParameter, lambda p: sharded_rows(p.detach(), p), (args, kwargs))
         return ShardedRows.__torch_function__(func, types, args, kwargs), args, kwargs

@@ -14,9 +14,12 @@ Element-wise optimizers compute with this rank's rows. Optimizers that need logi
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -64,10 +67,29 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return
     if seen is None:
-        optimizer.register_state_dict_post_hook(_with_logical_states)
-        optimizer.register_load_state_dict_pre_hook(_with_rows)
+        _add_hooks(optimizer)
     for param in params:
         _shard_states(optimizer, param, optimizer.state.get(param, {}), were_loaded=seen is None)
+
+
+def _add_hooks(optimizer: Optimizer) -> None:
+    optimizer.register_state_dict_post_hook(_with_logical_states)
+    optimizer.register_load_state_dict_pre_hook(_with_rows)
+    optimizer.__dict__["__deepcopy__"] = partial(_copied, ref(optimizer))
+
+
+def _copied(original: ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
+    """A deep copy of an optimizer, with the hooks, which torch leaves out."""
+    optimizer = original()
+    assert optimizer is not None
+    copier = optimizer.__dict__.pop("__deepcopy__")
+    try:
+        twin = copy.deepcopy(optimizer, memo)
+    finally:
+        optimizer.__dict__["__deepcopy__"] = copier
+    _add_hooks(twin)
+    twin.__dict__[_SEEN] = optimizer.__dict__[_SEEN]
+    return twin
 
 
 _before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
