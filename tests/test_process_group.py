@@ -1192,6 +1192,25 @@ def test_a_forked_child_that_ends_leaves_its_parent_what_is_under_way():
 
 
 @pytest.mark.ranks(3, init=False)
+def test_what_cannot_be_copied_or_sent_is_refused_on_every_rank():
+    """As gloo does; the group goes on working."""
+    with job():
+        for dtype in (torch.uint4, torch.uint1, torch.quint8):
+            x = torch.zeros(4, dtype=torch.uint8).view(dtype)
+            with pytest.raises((RuntimeError, ValueError), match="scalar type"):
+                dist.broadcast(x, 1)
+        if dist.get_rank() == 0:
+            with pytest.raises(TypeError):
+                dist.send(torch.ones(2), 1, tag=1 << 33)
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0] * 3
+        x = torch.full((5,), float(dist.get_rank())).to(torch.float8_e4m3fn)
+        dist.broadcast(x, 2)
+        assert x.float().tolist() == [2.0] * 5
+
+
+@pytest.mark.ranks(3, init=False)
 def test_single_messages_from_any_rank_through_shared_memory():
     with job():
         rank = dist.get_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,6 +66,17 @@ def combines(op: str, dtype: torch.dtype) -> bool:
             known = False
         _combinations[op, dtype] = known
     return known
+
+
+@functools.cache
+def copies(dtype: torch.dtype) -> bool:
+    """Whether torch copies plain tensors of a dtype; not those of less than a byte, and quantized ones."""
+    a, b = torch.zeros(2, 16, dtype=torch.uint8, device="cpu").view(dtype)
+    try:
+        a.copy_(b)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return not str(dtype).startswith("torch.q")
 
 
 def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:

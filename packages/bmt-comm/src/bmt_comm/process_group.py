@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .combine import TORCH_OPS, combines
+from .combine import TORCH_OPS, combines, copies
 from .direct_exchange import DirectExchange
 from .group_calls import GroupCall, GroupMessageWork
 from .group_of_one import CollectivesOfOneRank
@@ -416,7 +416,11 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         """The shared-memory exchange for messages of these tensors; None: torch's group takes them, or raises."""
         if not isinstance(self._shared, SharedMemoryCollectives) or len(tensors) != 1 or not self._takes(tensors):
             return None
-        if not tensors[0].is_contiguous() or tag < 0 or (peer is not None and not 0 <= peer < self._size):
+        if (
+            not tensors[0].is_contiguous()
+            or not 0 <= tag < 1 << 31
+            or (peer is not None and not 0 <= peer < self._size)
+        ):
             return None
         if peer == self.own_rank:
             raise ValueError(f"rank {peer} cannot send to or receive from itself")
@@ -449,7 +453,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
                 return False
             if tensor.is_quantized:  # its bytes do not include its scale
                 return False
-            if op and not combines(op, tensor.dtype):
+            if not (combines(op, tensor.dtype) if op else copies(tensor.dtype)):
                 return False
         return True
 

@@ -61,12 +61,17 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
         problem = RuntimeError("bmt.profile: a profiler runs already, and torch can have one at a time")
     raise_on_all(context.world, problem)
     offset = _clock_offset(context.world)
-    with torch.profiler.profile(activities=activities, profile_memory=memory) as profiler:
-        yield profiler
-        if not torch.autograd._profiler_enabled():
-            problem = RuntimeError("bmt.profile: another profiler ran within it, and torch can have one at a time")
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=memory) as profiler:
+            yield profiler
+            if not torch.autograd._profiler_enabled():
+                problem = RuntimeError("bmt.profile: another profiler ran within it, and torch can have one at a time")
+            if context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)
+    except RuntimeError:
+        if problem is None:
+            raise
+        # Otherwise torch 2.6 cannot end its profiler, and the other ranks have to hear of the problem.
     raise_on_all(context.world, problem)
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "trace.json"

@@ -86,6 +86,8 @@ def trace_step(model: PlannedModel, job: Job, settings: Settings, batch: int, la
 
 
 def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth: int) -> Trace:
+    import torch._dynamo  # torch's checkpoints import it in the first forward, and its import computes
+
     arguments = job.world_size, settings.tp, settings.pipe, settings.zero
     module = model.at_depth(depth).to(job.dtype)
     with planned_context(*arguments) as context, LiveMemory() as memory, flash_attention():
