@@ -279,12 +279,20 @@ def test_a_state_of_another_shape_is_refused(ctx):
         optimizer.state_dict()
 
 
+class KeepsAll(torch.optim.AdamW):
+    """Its copies have its hooks."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__.copy()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_deep_copy_of_a_model_and_its_optimizer(ctx, level):
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, KeepsAll])
+def test_a_deep_copy_of_a_model_and_its_optimizer(ctx, level, kind):
     """Before the copy has stepped, and after."""
     model = Block(make(), use_checkpoint=False, zero_level=level)
-    optimizer = adamw(model.parameters())
+    optimizer = kind(model.parameters(), lr=0.01)
     run(model, optimizer, ctx.world_size, range(2))
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     assert_equal(twin_optimizer.state_dict(), optimizer.state_dict())

@@ -68,6 +68,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if seen is None:
         _add_hooks(optimizer)
+        optimizer.__dict__["__deepcopy__"] = partial(_copied, ref(optimizer))
     for param in params:
         _shard_states(optimizer, param, optimizer.state.get(param, {}), were_loaded=seen is None)
 
@@ -75,11 +76,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _add_hooks(optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(_with_logical_states)
     optimizer.register_load_state_dict_pre_hook(_with_rows)
-    optimizer.__dict__["__deepcopy__"] = partial(_copied, ref(optimizer))
 
 
 def _copied(original: ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
-    """A deep copy of an optimizer, with the hooks, which torch leaves out."""
+    """A deep copy of an optimizer, with the hooks, which torch leaves out. Another ``__getstate__`` may keep them."""
     optimizer = original()
     assert optimizer is not None
     copier = optimizer.__dict__.pop("__deepcopy__")
@@ -87,8 +87,10 @@ def _copied(original: ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
         twin = copy.deepcopy(optimizer, memo)
     finally:
         optimizer.__dict__["__deepcopy__"] = copier
-    _add_hooks(twin)
-    twin.__dict__[_SEEN] = optimizer.__dict__[_SEEN]
+    twin.__dict__["__deepcopy__"] = partial(_copied, ref(twin))
+    if _SEEN not in twin.__dict__:
+        _add_hooks(twin)
+        twin.__dict__[_SEEN] = optimizer.__dict__[_SEEN]
     return twin
 
 
