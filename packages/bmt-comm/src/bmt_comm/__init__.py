@@ -46,7 +46,6 @@ from .sharded_rows import (
     in_place,
     is_called_by_optimizer,
     logical_operands,
-    positional,
     sharded_rows,
 )
 from .slice import (
@@ -135,7 +134,6 @@ __all__ = [
     "packing",
     "page_locked",
     "planned_context",
-    "positional",
     "print_block",
     "print_dict",
     "print_rank",

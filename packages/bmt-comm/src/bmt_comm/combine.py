@@ -51,21 +51,15 @@ def check_op(op: str, tensor: Tensor) -> None:
     _defined.add((op, dtype, tensor.is_cpu))
 
 
-_combinations: dict[tuple[str, torch.dtype], bool] = {}
-
-
+@functools.cache
 def combines(op: str, dtype: torch.dtype) -> bool:
     """Whether torch has what :func:`combine` needs for a dtype."""
-    known = _combinations.get((op, dtype))
-    if known is None:
-        a, b = torch.zeros(2, 1, dtype=torch.uint8, device="cpu").to(dtype)
-        try:
-            combine(a, [a, b], op)
-            known = True
-        except RuntimeError:  # NotImplementedError is one
-            known = False
-        _combinations[op, dtype] = known
-    return known
+    a, b = torch.zeros(2, 1, dtype=torch.uint8, device="cpu").to(dtype)
+    try:
+        combine(a, [a, b], op)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 @functools.cache

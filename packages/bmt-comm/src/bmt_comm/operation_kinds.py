@@ -87,12 +87,9 @@ RANDOM = _names(
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
 INITIALIZERS_OF_MATRICES = _names("dirac_ eye_ kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 _RANDOM_COPIES = _names("rand_like randint_like randn_like")
-_GATHERED = _names(
-    """
-    _grouped_mm _int_mm _log_softmax _scaled_mm _softmax _weight_norm _weight_norm_interface
-    bernoulli binomial dropout normal poisson
-    """
-)  # all ranks draw the same numbers
+_RANDOM_RESULTS = _names("bernoulli binomial dropout normal poisson")  # all ranks draw the same numbers
+# Private functions that compute with values. The others, such as _version, are metadata.
+_KERNELS_OF_LOGICAL = _names("_grouped_mm _int_mm _log_softmax _scaled_mm _softmax _weight_norm _weight_norm_interface")
 _RESHAPED = _names("flatten ravel reshape reshape_as squeeze unsqueeze view view_as")
 _VIEWS = _names(
     """
@@ -123,13 +120,13 @@ def is_in_place(name: str) -> bool:
 
 
 _KINDS = (
-    (Kind.LOCAL, _LOCAL),  # and private functions, except kernels of whole tensors
+    (Kind.LOCAL, _LOCAL),
     (Kind.NORM, NORMS),
     (Kind.REDUCTION, OF_ALL | ALONG_ROWS),
     (Kind.UNSCALE, frozenset(["_amp_foreach_non_finite_check_and_unscale_"])),
     (Kind.COPY, _COPIES),
     (Kind.RANDOM, RANDOM | _RANDOM_COPIES),
-    (Kind.GATHERED, _GATHERED),
+    (Kind.GATHERED, _RANDOM_RESULTS | _KERNELS_OF_LOGICAL),
     (Kind.COMPARISON, _names("allclose equal")),
     (Kind.INDEX, _names("__getitem__ __setitem__")),
     (Kind.RESHAPED, _RESHAPED),

@@ -44,13 +44,13 @@ from bmt_comm import (
     is_called_by_optimizer,
     is_called_from,
     logical_operands,
-    positional,
     select_rows,
     sharded_rows,
     tp_shard_of,
     unshard_tp,
 )
 from bmt_comm.operation_kinds import KERNELS, RANDOM, TRANSPOSED, Kind, is_in_place, kind_of
+from bmt_comm.sharded_rows import positional
 
 
 class ShardedParameter(nn.Parameter):
