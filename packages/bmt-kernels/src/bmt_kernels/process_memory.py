@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -25,16 +26,21 @@ _PAGE = mmap.PAGESIZE
 _MOST_VIEWS = 256  # tensors of messages that are kept: small messages reuse places
 HEADER = (TABLE + ENTRY * MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 MASK = (1 << 32) - 1  # of the counters
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Memory:
     """One process's memory, as this process sees it."""
 
     def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = HEADER) -> None:
-        self._mapped = mmap.mmap(fd, header + capacity)
-        self._header = memoryview(self._mapped)[:header]
+        with torch.inference_mode(False):  # it may be written outside of inference mode later
+            # mmap.mmap would keep a file descriptor for each map before Python 3.13.
+            path = f"/proc/self/fd/{fd}"
+            self._mapped = torch.from_file(path, shared=True, size=header + capacity, dtype=torch.uint8, device="cpu")
+        self.address = self._mapped.data_ptr()
+        self._header = memoryview((ctypes.c_char * header).from_address(self.address)).cast("B")
         self.words = self._header.cast("q")  # of 8 bytes
-        self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
         assert _native.cpu_module is not None
         self._describe = _native.cpu_module.describe
         self._process = None if process is None else Process.of(process)
@@ -46,12 +52,8 @@ class Memory:
         if view is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # it may be written outside of inference mode later
-                if size == 0:
-                    view = torch.empty(0, dtype=dtype, device="cpu")
-                else:
-                    count = size // dtype.itemsize
-                    view = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=HEADER + begin)
+            with torch.inference_mode(False):
+                view = self._mapped[HEADER + begin : HEADER + begin + size].view(dtype)
             self._views[begin, size, dtype] = view
         return view
 
@@ -66,7 +68,8 @@ class Memory:
 
     def give_back(self, begin: int, end: int) -> None:
         """Release the memory of some messages to the system."""
-        self._mapped.madvise(mmap.MADV_REMOVE, HEADER + begin, end - begin)
+        if _madvise(self.address + HEADER + begin, end - begin, mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def is_gone(self) -> bool:
         """Whether the owner has closed it, or its process has ended."""
@@ -112,16 +115,15 @@ def open_all(
 
 def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memory | None:
     """The memory of another process, by its handle; None if it cannot be mapped here."""
-    path = f"/proc/{process}/fd/{fd}"
     try:
-        if os.stat(path).st_size != header + capacity:  # another process of that number
-            return None
-        here = os.open(path, os.O_RDWR)
+        here = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR)
         try:
+            if os.fstat(here).st_size != header + capacity:  # another process of that number
+                return None
             memory = Memory(here, capacity, process, header)
         finally:
             os.close(here)
-    except OSError:
+    except (OSError, RuntimeError):
         return None
     return memory if memory.words[TOKEN // 8] == token else None
 
