@@ -6,6 +6,7 @@ Here all ranks are on one machine, and some say that they are on another one.
 import contextlib
 import datetime
 import random
+import threading
 import time
 
 import pytest
@@ -244,6 +245,83 @@ def test_the_backend_does_all_over_hosts(ctx):
         dist.barrier(group=group)
         found.append([x[0], x[1] if ctx.rank == 3 else x[0], x[2], *(parts if ctx.rank == 1 else []), x[4], moved])
     torch.testing.assert_close(*found)
+
+
+@contextlib.contextmanager
+def group_over_hosts(seconds=30.0):
+    """A process group "bmt" of four ranks on two hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.hosts, "host_identity", lambda: dist.get_rank() // 2)
+        group = dist.new_group(backend="bmt", timeout=datetime.timedelta(seconds=seconds))
+    assert isinstance(group._shared, HostsCollectives)
+    yield group
+
+
+def reduced(x, group):
+    return dist.reduce(x, 1, group=group, async_op=True), x, 1
+
+
+def strided(x, group):
+    with torch.inference_mode(False):
+        x = torch.ones(2 * len(x))[::2]
+    return dist.all_reduce(x, group=group, async_op=True), x, None
+
+
+def exchanged(x, group):
+    out = torch.empty_like(x)
+    return dist.all_to_all_single(out, x, group=group, async_op=True), out, ()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("numel", "in_thread"), [(8, False), (400_000, True)])
+@pytest.mark.parametrize("call", [reduced, strided, exchanged])
+def test_what_begins_in_inference_mode_may_end_outside_of_it(ctx, call, numel, in_thread):
+    with group_over_hosts() as group:
+        with torch.inference_mode():
+            x = torch.ones(numel)
+            before = dist.all_reduce(torch.ones(500_000), group=group, async_op=True)
+            if in_thread:  # which begins the next one, too
+                before.is_completed()
+            work, out, root = call(x, group)
+        work.wait()
+        before.wait()
+        if root in (None, ctx.rank):
+            assert out.tolist() == [4.0] * numel
+        if root == ():
+            assert out.tolist() == [1.0] * numel
+
+
+@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.parametrize(("source", "sent", "expected"), [(0, 1, 3), (3, 3, 1), (0, 0, 1), (3, 1, 0)])
+def test_parts_of_other_sizes_are_refused_over_hosts(ctx, source, sent, expected):
+    """By the two ranks; the others have theirs."""
+    sends, receives = [1] * 4, [1] * 4
+    if ctx.rank == source:
+        sends[2] = sent
+    if ctx.rank == 2:
+        receives[source] = expected
+    out, x = torch.full((sum(receives),), -1.0), torch.full((sum(sends),), float(ctx.rank))
+    with group_over_hosts() as group:
+        if ctx.rank in (source, 2):
+            told = f"rank {source} sends {4 * sent} bytes to rank 2, whose output takes {4 * expected}"
+            with pytest.raises(ValueError, match=told):
+                dist.all_to_all_single(out, x, receives, sends, group=group)
+        else:
+            dist.all_to_all_single(out, x, receives, sends, group=group)
+            assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_an_abort_ends_receives_over_hosts(ctx):
+    with group_over_hosts() as group:
+        meeting = dist.new_group(backend="gloo")
+        if ctx.rank == 1:
+            work, start = dist.irecv(torch.ones(3), 0, group), time.monotonic()
+            threading.Timer(0.3, group.abort).start()
+            with pytest.raises(RuntimeError):
+                work.wait()
+            assert time.monotonic() - start < 20
+        dist.barrier(meeting)
 
 
 @pytest.mark.ranks(4, timeout=60)

@@ -483,6 +483,15 @@ def sparse(x, rank, size):
     dist.all_reduce(torch.eye(3).to_sparse() if rank else x)
 
 
+def negative_size(x, rank, size):
+    sizes = [len(x) + 1, -1] if rank else [len(x) - 1, 1]
+    dist.all_to_all_single(torch.empty_like(x), x, sizes, sizes)
+
+
+def without_sum(x, rank, size):
+    dist.all_reduce(x.view(torch.uint8).view(torch.bits8) if rank else x)
+
+
 def premul_sum(x, rank, size):
     dist.all_reduce(x, dist._make_nccl_premul_sum(2.0) if rank else dist.ReduceOp.SUM)
 
@@ -495,6 +504,8 @@ def premul_sum(x, rank, size):
         (wrong_size, "all_gather which raises RuntimeError"),
         (expanded, "which raises ValueError"),
         (wrong_own_size, "which raises ValueError"),
+        (negative_size, "which raises ValueError"),
+        (without_sum, "all_reduce over gloo"),
         (sparse, "all_reduce over gloo"),
         (premul_sum, "all_reduce over gloo"),
     ],

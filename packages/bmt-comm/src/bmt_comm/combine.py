@@ -54,8 +54,8 @@ def check_op(op: str, tensor: Tensor) -> None:
 @functools.cache
 def combines(op: str, dtype: torch.dtype) -> bool:
     """Whether torch has what :func:`combine` needs for a dtype."""
-    a, b = torch.zeros(2, 1, dtype=torch.uint8, device="cpu").to(dtype)
     try:
+        a, b = torch.zeros(2, 1, dtype=torch.uint8, device="cpu").to(dtype)
         combine(a, [a, b], op)
     except RuntimeError:  # NotImplementedError is one
         return False

@@ -123,10 +123,11 @@ class GroupCall:
                 f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
                 "whose elements share memory; pass tensor.contiguous()"
             )
-        if read:
-            dense = as_in_memory(data) if alone else as_in_memory(data).clone()
-        else:
-            dense = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        with torch.inference_mode(False):  # it may be written outside of inference mode later
+            if read:
+                dense = as_in_memory(data) if alone else as_in_memory(data).clone()
+            else:
+                dense = torch.empty(data.shape, dtype=data.dtype, device="cpu")
         self.copies.append((data, dense))
         return vector(dense)
 
@@ -156,7 +157,7 @@ class GroupCall:
     ) -> None:
         """``joined``: the tensor that the outputs are parts of and that of the inputs, if there are such."""
         me = self._group.own_rank
-        if outputs[me].numel() != inputs[me].numel():
+        if outputs[me].nbytes != inputs[me].nbytes:
             self._group.notify("an all_to_all whose own part does not fit, which raises ValueError")
             raise ValueError(
                 f"all_to_all: rank {me} sends {inputs[me].nbytes} bytes to rank {me}, whose output takes "
@@ -164,6 +165,7 @@ class GroupCall:
             )
         if overlap(map(addresses, joined or (*outputs, *inputs))):
             inputs = [chunk.clone() for chunk in inputs]
+        self.own_copies.append((outputs[me].view(torch.uint8), inputs[me].view(torch.uint8)))
         nothing = inputs[0][:0]  # lengths differ between ranks
         self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
 

@@ -167,7 +167,8 @@ class HostsCollectives:
 
     def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
         """Reduce into ``flat`` of rank ``root``; ``flat`` of the others is not written."""
-        total = flat if self.rank == root else flat.clone()
+        with torch.inference_mode(False):  # it may be written outside of inference mode later
+            total = flat if self.rank == root else flat.clone()
         return self.all_reduce(total, op, operation)
 
     def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
@@ -183,9 +184,33 @@ class HostsCollectives:
         return self._exchange(chunks if self.rank == root else [nothing] * self.size, receives, operation)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
-        """Copy ``inputs[r]`` into ``outputs[this rank]`` of rank r."""
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._exchange(inputs, outputs, operation)
+        """Copy ``inputs[r]`` into ``outputs[this rank]`` of every other rank r.
+
+        The numbers of bytes go first, because gloo ends the process that receives more than it has room for.
+        """
+        ours = torch.tensor([[mine.nbytes, out.nbytes] for mine, out in zip(inputs, outputs)], device="cpu")
+        theirs = torch.empty_like(ours)
+        works = self.direct.exchange(ours.unbind(), theirs.unbind(), self.direct.next_tag(operation))
+        tag = self.direct.next_tag(operation)
+
+        def finish() -> None:
+            _wait_for(works)
+            sends, receives, wrong = list(inputs), list(outputs), []
+            for rank, (sent, expected) in enumerate(theirs.tolist()):
+                if rank != self.rank and sent != outputs[rank].nbytes:
+                    wrong.append((rank, sent, self.rank, outputs[rank].nbytes))
+                    receives[rank] = outputs[rank][:0]
+                if rank != self.rank and expected != inputs[rank].nbytes:
+                    wrong.append((self.rank, inputs[rank].nbytes, rank, expected))
+                    sends[rank] = inputs[rank][:0]
+            _wait_for(self.direct.exchange(sends, receives, tag))
+            if wrong:
+                source, sent, target, expected = wrong[0]
+                raise ValueError(
+                    f"all_to_all: rank {source} sends {sent} bytes to rank {target}, whose output takes {expected}"
+                )
+
+        return self._later(finish, (inputs, outputs))
 
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], operation: Operation) -> Work:
         works = self.direct.exchange(sends, receives, self.direct.next_tag(operation))

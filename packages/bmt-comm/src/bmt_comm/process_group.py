@@ -180,6 +180,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
     def abort(self) -> None:
         self._leave("the process group was aborted")
+        DirectExchange(self._rest).stop()  # messages over gloo, which gloo's own abort leaves waiting
         self._rest.abort()
 
     def _leave(self, why: str) -> None:
@@ -369,6 +370,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllToAllOptions, opts)
         output, input = plain_tensor(output), plain_tensor(input)
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+        if any(each < 0 for sizes in splits for each in sizes):  # gloo would write outside of the tensor
+            self.notify("an all_to_all with a negative size, which raises ValueError")
+            raise ValueError(f"all_to_all: the split sizes {splits[0]} and {splits[1]} must not be negative")
         if not self._takes((output, input)) or not all(map(self._can_split, splits, (output, input))):
             return self._otherwise("all_to_all", [input], _all_to_all_single, self._rest, output, input, *splits, opts)
         call = GroupCall(self, opts, [output])

@@ -30,13 +30,14 @@ class ReceiveMemory:
     def take(self, rows: int, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of shape (rows, numel)."""
         size = rows * numel * dtype.itemsize
-        if size < _LEAST:
-            return torch.empty(rows, numel, dtype=dtype, device="cpu")
-        with self._lock:
-            fitting = [n for n, spare in enumerate(self._spare) if size <= spare.nbytes() <= 2 * size]
-            memory = self._spare.pop(fitting[-1]) if fitting else torch.UntypedStorage(size)
-        tensor: Any = torch.empty(0, dtype=dtype, device="cpu")
-        return tensor.set_(memory, 0, (rows, numel))
+        with torch.inference_mode(False):  # it may be written outside of inference mode later
+            if size < _LEAST:
+                return torch.empty(rows, numel, dtype=dtype, device="cpu")
+            with self._lock:
+                fitting = [n for n, spare in enumerate(self._spare) if size <= spare.nbytes() <= 2 * size]
+                memory = self._spare.pop(fitting[-1]) if fitting else torch.UntypedStorage(size)
+            tensor: Any = torch.empty(0, dtype=dtype, device="cpu")
+            return tensor.set_(memory, 0, (rows, numel))
 
     def give_back(self, tensor: Tensor) -> None:
         """Return a tensor of :meth:`take`, which is neither written nor read any more."""

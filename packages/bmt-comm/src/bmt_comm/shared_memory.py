@@ -273,7 +273,7 @@ class SharedMemoryCollectives:
         return self._eager.start([_Step([], sizes, mine.dtype, read)], operation)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
-        """Copy ``inputs[r]`` into ``outputs[this rank]`` of rank r; this rank need not know the lengths of the others.
+        """Copy ``inputs[r]`` into ``outputs[this rank]`` of every other rank r, of which no lengths need to be known.
 
         A message begins with the numbers of bytes for each rank.
         """
@@ -285,7 +285,6 @@ class SharedMemoryCollectives:
         def read(messages: list[Tensor]) -> None:
             for rank, message in enumerate(messages):
                 if rank == self.rank:
-                    _bytes(outputs[rank]).copy_(ours[rank])
                     continue
                 sent = message[: 8 * self.size].clone().view(torch.int64).tolist()
                 begin, into = 8 * self.size + sum(sent[: self.rank]), _bytes(outputs[rank])
