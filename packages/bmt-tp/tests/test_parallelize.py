@@ -100,7 +100,7 @@ def train(model, steps=10):
 def test_training_is_that_of_the_model_on_one_device(fused, sequence, tied):
     init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
-    plain = Model(fused, tied)
+    plain = Model(fused, tied).double()  # in fp32 rounding a weight takes 1e-5 of its update
     model = copy.deepcopy(plain)
     start = copy.deepcopy(plain.state_dict())
     assert parallelize(model, plan_of(fused, sequence)) is model
@@ -112,8 +112,8 @@ def test_training_is_that_of_the_model_on_one_device(fused, sequence, tied):
     assert list(after) == list(start)
     for name, value in plain.state_dict().items():
         update, expected = after[name] - start[name], value - start[name]
-        assert (update - expected).norm() <= 1e-5 * expected.norm(), name
-    other = parallelize(Model(fused, tied), plan_of(fused, sequence))
+        assert (update - expected).norm() <= 1e-11 * expected.norm(), name
+    other = parallelize(Model(fused, tied).double(), plan_of(fused, sequence))
     load_full_state_dict(other, plain.state_dict())
     torch.testing.assert_close(other(batch(0)[:, :-1]), plain(batch(0)[:, :-1]))
 
