@@ -34,12 +34,13 @@ class Memory:
     """One process's memory, as this process sees it."""
 
     def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = HEADER) -> None:
-        with torch.inference_mode(False):  # it may be written outside of inference mode later
-            # mmap.mmap would keep a file descriptor for each map before Python 3.13.
-            path = f"/proc/self/fd/{fd}"
-            self._mapped = torch.from_file(path, shared=True, size=header + capacity, dtype=torch.uint8, device="cpu")
-        self.address = self._mapped.data_ptr()
-        self._header = memoryview((ctypes.c_char * header).from_address(self.address)).cast("B")
+        # mmap.mmap would keep a file descriptor for each map before Python 3.13.
+        size = header + capacity
+        mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+        self.address = mapped.data_ptr()
+        self._mapped = (ctypes.c_ubyte * size).from_address(self.address)
+        self._mapped.owner = mapped  # type: ignore[attr-defined]
+        self._header = memoryview(self._mapped).cast("B")[:header]
         self.words = self._header.cast("q")  # of 8 bytes
         assert _native.cpu_module is not None
         self._describe = _native.cpu_module.describe
@@ -52,8 +53,12 @@ class Memory:
         if view is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):
-                view = self._mapped[HEADER + begin : HEADER + begin + size].view(dtype)
+            with torch.inference_mode(False):  # it may be written outside of inference mode later
+                if size == 0:
+                    view = torch.empty(0, dtype=dtype, device="cpu")
+                else:  # without an operation that the dispatch modes of a script would see
+                    count = size // dtype.itemsize
+                    view = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=HEADER + begin)
             self._views[begin, size, dtype] = view
         return view
 
