@@ -10,9 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from bmt_comm import slice_of, unshard_tp
-from bmt_tp import ColumnParallelLinear, expert_parallel, full_state_dict, parallelize
+from bmt_tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VPEmbedding,
+    column_parallel,
+    expert_parallel,
+    full_state_dict,
+    parallelize,
+)
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 
@@ -274,3 +283,77 @@ def test_the_first_argument_is_the_input(ctx):
 
     model = parallelize(Model(), {"mixer": "sequence_gather", "mixer.linear": "colwise"})
     assert model(torch.randn(2, 3, 6)).shape == (2, 6, 4)
+
+
+TOOLS = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "parametrization": parametrizations.spectral_norm,
+}
+
+
+def layer_and_input(style: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if style in ("vocab", "embedding_colwise"):
+        return nn.Embedding(4, 6), torch.tensor([[0, 3, 1]])
+    return nn.Linear(6, 4), torch.randn(2, 3, 6)
+
+
+def computed_pair(style: str, tool: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A layer whose weight torch computes, before and after it was sharded, and an input."""
+    (plain, x), (layer, _) = layer_and_input(style), layer_and_input(style)
+    parallelize(nn.ModuleDict({"x": layer}), {"x": style})
+    for each in (plain, layer):
+        torch.manual_seed(1)
+        TOOLS[tool](each)
+    return plain, layer, x
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("style", ["colwise", "rowwise", "vocab", "embedding_colwise"])
+def test_weights_that_torch_computes_from_shards_are_refused(ctx, style, tool):
+    _, layer, x = computed_pair(style, tool)
+    with pytest.raises(TypeError, match=r"the weight of a tensor-parallel .* is computed from something else"):
+        layer(x.chunk(2, -1)[ctx.tp_rank] if style == "rowwise" else x)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("style", ["colwise", "rowwise", "vocab", "embedding_colwise"])
+def test_one_rank_computes_weights_from_others(ctx, style, tool):
+    plain, layer, x = computed_pair(style, tool)
+    torch.testing.assert_close(layer(x), plain(x))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tensor_parallel_layers_refuse_weights_that_torch_computes(ctx, tool):
+    x, ids = torch.randn(2, 3, 6), torch.tensor([[0, 3, 1]])
+    column, row = ColumnParallelLinear(6, 4, gather_input=False), RowParallelLinear(12, 6, all_reduce_output=True)
+    for layer, argument in ((column, x), (row, x), (VPEmbedding(4, 6, torch.float), ids)):
+        with pytest.raises((TypeError, RuntimeError, ValueError), match=r"something else|shard|rows|change the shape"):
+            TOOLS[tool](layer)(argument)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_of_tensor_parallel_layers_only_a_replicated_bias_may_be_pruned(ctx):
+    x, model = torch.randn(2, 3, 6), parallelize(mlp(), PLAN)
+    expected = model(x)
+    prune.identity(model[2], "bias")
+    torch.testing.assert_close(model(x), expected)
+    prune.identity(model[0], "bias")
+    with pytest.raises(TypeError, match="the bias of a tensor-parallel Linear is computed from something else"):
+        model(x)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fused_columns_refuse_weights_that_torch_computes(ctx):
+    layer = spectral_norm(ColumnParallelLinear(6, 4, gather_input=False))
+    with pytest.raises(TypeError, match="the weight of a tensor-parallel ColumnParallelLinear is computed"):
+        column_parallel(torch.randn(2, 3, 6), [layer])

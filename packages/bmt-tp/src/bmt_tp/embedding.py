@@ -10,7 +10,7 @@ from bmt_comm import Communicator
 
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
-from .parameters import Module, check_positive, divided, make_parameter
+from .parameters import Module, check_is_own, check_positive, divided, make_parameter
 from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
@@ -91,9 +91,10 @@ class VPEmbedding(Module):
 
         Raises:
             IndexError: an id is outside of the vocabulary. On CUDA an assertion of the device fails instead.
-            TypeError: ids are not integers.
+            TypeError: ids are not integers, or the table is computed from something else.
             RuntimeError: the ranks have different ids.
         """
+        check_is_own(self, self.comm, "weight")
         if projection:
             return OpParallelLinear.apply(
                 x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm

@@ -13,7 +13,7 @@ from bmt_comm import Communicator
 from .batch import check_same_input, have_equal_values
 from .linear import has_bias, linear_parameters
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear
-from .parameters import Module, divided
+from .parameters import Module, check_is_own, divided
 from .regions import tensor_comm
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ColumnParallelLinear(Module):
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
-        TypeError: ``dtype`` is not a floating-point one.
+        TypeError: ``dtype`` is not a floating-point one. Forward: the weight is computed from something else.
         ValueError: a size is not a positive integer, or the ranks do not divide it, or ``gather_output`` is given with
             several parts.
         RuntimeError: ``init_distributed`` has not run.
@@ -82,6 +82,7 @@ class ColumnParallelLinear(Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features) → (\\*, out_features / ranks), or (\\*, out_features) with ``gather_output``."""
+        check_is_own(self, self.comm, "weight", "bias")
         if self.gather_input and not self._has_checked and not torch.compiler.is_compiling():
             self._has_checked = True
             if have_equal_values([input], self.comm):
@@ -124,7 +125,7 @@ class RowParallelLinear(Module):
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
-        TypeError: ``dtype`` is not a floating-point one.
+        TypeError: ``dtype`` is not a floating-point one. Forward: the weight is computed from something else.
         ValueError: a size is not a positive integer, or the ranks do not divide it.
         RuntimeError: ``init_distributed`` has not run. Forward: under ``split_input``, ranks have different inputs.
     """
@@ -160,6 +161,7 @@ class RowParallelLinear(Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features / ranks), or (\\*, in_features) with ``split_input``, → (\\*, out_features)."""
+        check_is_own(self, self.comm, "weight")
         if self.split_input and not self._has_checked and not torch.compiler.is_compiling():
             check_same_input(
                 input,
@@ -193,10 +195,13 @@ def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tu
     ``gather_output`` is ignored: each output has this rank's features.
 
     Raises:
+        TypeError: the weight of a layer is computed from something else.
         ValueError: ``layers`` is empty, or a shape does not fit.
     """
     if not layers:
         raise ValueError("layers is empty; give at least one ColumnParallelLinear")
+    for layer in layers:
+        check_is_own(layer, layer.comm, "weight", "bias")
     first = layers[0]
     return column_linear(
         input,

@@ -137,6 +137,24 @@ def unsharded(weight: Any) -> Any:
     return weight.gather() if hasattr(weight, "handle") else weight
 
 
+def check_is_own(module: nn.Module, comm: Communicator, *names: str) -> None:
+    """Raise TypeError if torch computes one of a tensor-parallel layer's parameters from others.
+
+    The tools that do so take this rank's part for the logical parameter, or for its gradient.
+    """
+    own = module._parameters
+    for name in names:
+        if own.get(name) is None and comm.size > 1:
+            parametrized: Any = module._modules.get("parametrizations") or ()
+            # weight_norm computes the weight from weight_g and weight_v, spectral_norm and pruning from weight_orig.
+            if f"{name}_v" in own or f"{name}_orig" in own or name in parametrized:
+                raise TypeError(
+                    f"the {name} of a tensor-parallel {type(module).__name__} is computed from something else "
+                    f"(weight_norm, spectral_norm, pruning, a parametrization) on each rank, which has only a part of "
+                    f"it: use these on layers that are not tensor-parallel"
+                )
+
+
 def _mark(param: nn.Parameter, **attributes: Any) -> None:
     if type(param) is nn.Parameter:
         param.__class__ = TensorParallelParameter

@@ -16,7 +16,7 @@ from bmt_comm import Communicator, not_compiled, slice_of, tp_shard_of
 
 from .embedding import lookup
 from .parallel_ops import ReduceType, column_linear, row_linear
-from .parameters import ShardModule, TensorParallelParameter, unsharded
+from .parameters import ShardModule, TensorParallelParameter, check_is_own, unsharded
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 
 
@@ -68,6 +68,7 @@ class ShardedColumnLinear(ShardModule):
 
     def forward(self, input: Tensor) -> Tensor:
         settings = self.tensor_parallel
+        check_is_own(self, settings.comm, "weight", "bias")
         if not settings.in_sequence and settings.shared is not None:
             input = settings.shared.enter(input, settings.comm)
         (y,) = column_linear(
@@ -90,6 +91,7 @@ class SharedHeadLinear(ShardModule):
 
     def forward(self, input: Tensor) -> Tensor:
         settings = self.tensor_parallel
+        check_is_own(self, settings.comm, "weight", "bias")
         if settings.in_sequence:
             input = gather_along(input, settings.sequence_dim, settings.comm, partial_grad=True)
         elif settings.shared is not None:
@@ -107,6 +109,7 @@ class ShardedRowLinear(ShardModule):
 
     def forward(self, input: Tensor) -> Tensor:
         settings = self.tensor_parallel
+        check_is_own(self, settings.comm, "weight")
         if settings.split_input:
             input = split_along(input, -1, settings.comm)
         reduce = ReduceType.REDUCE_SCATTER if settings.in_sequence else ReduceType.ALL_REDUCE
@@ -127,6 +130,7 @@ class ShardedEmbedding(ShardModule):
 
     def forward(self, input: Tensor) -> Tensor:
         settings = self.tensor_parallel
+        check_is_own(self, settings.comm, "weight")
         weight = unsharded(self.weight)
         start = settings.comm.rank * len(weight)
         if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
@@ -143,8 +147,9 @@ class ShardedEmbeddingColumns(ShardModule):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        y = F.embedding(input, unsharded(self.weight), self.padding_idx)
-        return gather_along(y, -1, self.tensor_parallel.comm)
+        comm = self.tensor_parallel.comm
+        check_is_own(self, comm, "weight")
+        return gather_along(F.embedding(input, unsharded(self.weight), self.padding_idx), -1, comm)
 
 
 class _WithoutGradientOfRow(torch.autograd.Function):
