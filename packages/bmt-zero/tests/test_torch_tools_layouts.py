@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from block_helpers import pair, rows_of, seeded
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector, parametrizations, vector_to_parameters
+from torch.nn.utils import (
+    clip_grad_norm_,
+    get_total_norm,
+    parameters_to_vector,
+    parametrizations,
+    prune,
+    vector_to_parameters,
+    weight_norm,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bmt_comm import Communicator
+from bmt_zero import gathered_parameters
 
 LAYOUTS = [0, 1, 2, 3, "hybrid"]
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"]
@@ -167,6 +177,7 @@ def test_what_parameters_and_models_say_and_their_copies(ctx, layout):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weight_normalisation_comes_before_sharding(ctx, layout):
     def make_normalised() -> nn.Module:
@@ -180,8 +191,22 @@ def test_weight_normalisation_comes_before_sharding(ctx, layout):
             optimizer.step()
             optimizer.zero_grad()
     assert_same(block, plain)
-    with pytest.raises(RuntimeError, match="ShardedParameter"):
-        parametrizations.weight_norm(block[1])
+    for tool in (parametrizations.weight_norm, weight_norm):
+        with pytest.raises(TypeError, match=r"weight_norm.* of shape \(3, 7\) would take .* shard the model then"):
+            tool(block[1])
+
+
+@pytest.mark.ranks(2)
+def test_structured_pruning_counts_channels_of_unsharded_parameters(ctx):
+    plain, block = make_pair(ctx, 3)
+    for tool in (partial(prune.ln_structured, n=2, dim=1), partial(prune.random_structured, dim=0)):
+        with pytest.raises(TypeError, match=r"structured pruning of .* would take .* in gathered_parameters\(\)"):
+            tool(block[0], "weight", 0.5)
+    with gathered_parameters(block):
+        for model in (plain, block):
+            prune.remove(prune.ln_structured(model[0], "weight", 0.5, n=2, dim=0), "weight")
+    backward(ctx, plain, block)
+    assert_same(block, plain)
 
 
 @pytest.mark.ranks(4)

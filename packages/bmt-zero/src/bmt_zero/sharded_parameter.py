@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -186,11 +188,37 @@ class ShardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             by_optimizer = is_called_by_optimizer()
+            if not torch.compiler.is_compiling():  # the compiler cannot trace frames
+                _refuse_tool(sys._getframe(1), args)
             result, args, kwargs = _result_or_operands(func, name, types, args, kwargs, by_optimizer)
         return func(*args, **kwargs) if result is _NO_RESULT else result
 
 
 _NO_RESULT = object()
+
+
+def _refuse_tool(caller: FrameType, args: tuple[Any, ...]) -> None:
+    """Raise TypeError if ``caller`` is a tool of torch that would take this rank's rows for the parameter."""
+    tool = caller.f_globals.get("__name__"), caller.f_code.co_name
+    if tool not in _TOOLS or not args or not isinstance(args[0], ShardedParameter):
+        return
+    (what, cure), (param, *_) = _TOOLS[tool], args
+    is_shard, is_replica = bool(param.bmt_slice.communicators), bool(param.handle.group.communicators)
+    if is_shard or (is_replica and tool != _STRUCTURED_PRUNING) or tool == _NEW_PARAMETER:
+        raise TypeError(
+            f"{what} of a sharded parameter of shape {param.bmt_slice.shape} would take this rank's rows "
+            f"for the parameter: {cure}"
+        )
+
+
+_NEW_PARAMETER = "torch.nn.parameter", "__new__"
+_STRUCTURED_PRUNING = "torch.nn.utils.prune", "_validate_structured_pruning"
+_BEFORE = "apply it to a layer of torch.nn, and shard the model then"
+_TOOLS = {
+    _NEW_PARAMETER: ("a torch.nn.Parameter (weight_norm makes one, too)", f"give it full_tensor(); {_BEFORE}"),
+    ("torch.nn.utils.weight_norm", "apply"): ("weight_norm", _BEFORE),
+    _STRUCTURED_PRUNING: ("structured pruning", "prune the model before it is sharded, or in gathered_parameters()"),
+}
 
 
 def _result_or_operands(
