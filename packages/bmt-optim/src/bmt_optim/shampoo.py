@@ -41,7 +41,9 @@ class DistributedShampoo(DistributedOptimizer):
         grafting: "adam"; "sgd": D is F; ``None``.
         grafting_beta2, grafting_epsilon, momentum: as above, with γ first.
         nesterov: the last formula has P + weight_decay·p + momentum·U in place of U.
-        spread: False: all blocks renew their roots in the same steps, as in the authors' code.
+        spread: False: all blocks renew their roots in the same steps, as in the authors' code. Otherwise the steps
+            depend on the parameter's place in the optimizer or, in a pipeline, on its layer and its place in that
+            layer, so training in a pipeline differs from training without one.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:

@@ -36,7 +36,9 @@ class SOAP(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, betas, eps, weight_decay, precondition_frequency, max_precond_dim: as above.
         shampoo_beta: β₃; ``None``: β₂.
-        spread: False: all parameters renew their bases in the same steps, as in the authors' code.
+        spread: False: all parameters renew their bases in the same steps, as in the authors' code. Otherwise the steps
+            depend on the parameter's place in the optimizer or, in a pipeline, on its layer and its place in that
+            layer, so training in a pipeline differs from training without one.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
