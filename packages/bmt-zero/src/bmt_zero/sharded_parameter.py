@@ -217,7 +217,10 @@ _BEFORE = "apply it to a layer of torch.nn, and shard the model then"
 _TOOLS = {
     _NEW_PARAMETER: ("a torch.nn.Parameter (weight_norm makes one, too)", f"give it full_tensor(); {_BEFORE}"),
     ("torch.nn.utils.weight_norm", "apply"): ("weight_norm", _BEFORE),
-    _STRUCTURED_PRUNING: ("structured pruning", "prune the model before it is sharded, or in gathered_parameters()"),
+    _STRUCTURED_PRUNING: (
+        "structured pruning",
+        "prune the model before it is sharded or, if the layer is not tensor-parallel, in gathered_parameters()",
+    ),
 }
 
 
