@@ -57,6 +57,7 @@ def expected_members(world_size, pipe, tp, rank):
     return mine, {
         "world": same(),
         "zero": same(0),
+        "zero_host": same(0),
         "tp_zero": same(0, 2),
         "tp": same(0, 1),
         "pipe": same(1, 2),

@@ -239,15 +239,24 @@ def test_bad_calls(ctx: ParallelContext) -> None:
     assert odd(torch.cat([x, x], 1) + 1000, "longer").shape == (3, 6 * 16, WIDTH)
 
 
-@pytest.mark.ranks(4, pipe_size=2, timeout=60)
-def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
-    """The other replica does not wait."""
+def check_bad_calls_of_one_rank(ctx: ParallelContext) -> None:
+    """No other rank of its stage computes without it, or waits for it."""
     layers = PipelineTransformerBlockList([Layer().to(DTYPE) for _ in range(3)])
-    x = hidden(ctx, 3)
+    x = random(ctx.replica_rank, 3, 3, WIDTH)
     for _ in range(2):
         with pytest.raises((ValueError, StageFailedError), match=r"failed|must be a tensor"):
             layers(None if ctx.rank == 1 else x)
     layers(x).sum().backward()
+
+
+@pytest.mark.ranks(4, pipe_size=2, timeout=60)
+def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
+    check_bad_calls_of_one_rank(ctx)
+
+
+@pytest.mark.ranks(4, pipe_size=2, tp_size=2, timeout=60)
+def test_a_bad_call_of_one_tensor_rank(ctx: ParallelContext) -> None:
+    check_bad_calls_of_one_rank(ctx)
 
 
 @pytest.mark.ranks(3, pipe_size=3, num_micro_batches=3, timeout=30)

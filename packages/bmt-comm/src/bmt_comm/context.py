@@ -62,8 +62,8 @@ class ParallelContext(TopologyNames):
     is made, in the same order on all ranks, because NCCL's first exchange blocks until both ranks are there. Other
     backends distinguish messages by tags; there every channel is ``pipe``.
 
-    ``pipe_host`` and ``tp_zero_host`` have the ranks of ``pipe`` and ``tp_zero``, and communicate host memory: values
-    that the host needs without waiting for the device.
+    ``pipe_host`` and ``zero_host`` have the ranks of ``pipe`` and ``zero``, and communicate host memory: values that
+    the host needs without waiting for the device.
 
     ``deterministic``: whether sums have an order that does not depend on the number of replicas.
     """
@@ -89,7 +89,7 @@ class ParallelContext(TopologyNames):
     alone: Communicator
     pipe_channels: Mapping[tuple[int, int], Communicator]
     pipe_host: Communicator
-    tp_zero_host: Communicator
+    zero_host: Communicator
     deterministic: bool = False
     owns_process_group: bool = field(repr=False, default=True)
     subgroups: tuple[dist.ProcessGroup, ...] = field(repr=False, default=())
@@ -453,7 +453,7 @@ def _lay_out(
         along(*dims) for dims in ((0,), (1,), (2,), (1, 2), (0, 1, 2), (0, 1))
     )
     pipe_host = groups.on_host(pipe, _parts(grid, 0))
-    tp_zero_host = groups.on_host(tp_zero, _parts(grid, 1)) if pipe_size > 1 else tp_zero
+    zero_host = groups.on_host(zero, _parts(grid, 1, 2)) if pipe_size > 1 else zero
     pipe_channels = groups.channels(pipe, _parts(grid, 0))
     return ParallelContext(
         mesh=mesh,
@@ -478,7 +478,7 @@ def _lay_out(
         alone=groups.alone,
         pipe_channels=pipe_channels,
         pipe_host=pipe_host,
-        tp_zero_host=tp_zero_host,
+        zero_host=zero_host,
         owns_process_group=owns_process_group,
         subgroups=tuple(groups.made),
     )
@@ -486,7 +486,7 @@ def _lay_out(
 
 def _name_journals(context: ParallelContext) -> None:
     """Name the process groups in messages as the context does; a group with several names has the first one."""
-    names = ("world", "zero", "tp_zero", "tp", "pipe", "outer_zero", "outer_tp_zero", "pipe_host", "tp_zero_host")
+    names = ("world", "zero", "tp_zero", "tp", "pipe", "outer_zero", "outer_tp_zero", "pipe_host", "zero_host")
     for name in reversed(names):
         comm: Communicator = getattr(context, name)
         if comm.group is not None and comm.size > 1:

@@ -119,7 +119,7 @@ def planned_context(
         alone=alone,
         pipe_channels={},
         pipe_host=pipe,
-        tp_zero_host=tp_zero,
+        zero_host=zero,
         owns_process_group=False,
     )
     contexts._current = context

@@ -120,7 +120,9 @@ class Pipeline:
         wanted = -(-context.num_micro_batches // context.pipe_size)
         per_stage = self._agree_on_micro_batches(max(1, min(wanted, *(s.batch for s in signatures))))
         if not per_stage:
-            raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
+            raise StageFailedError(
+                "another data-parallel or tensor-parallel rank's call of the pipeline has failed; see its error"
+            )
         differentiable = grad and (_train(signatures) or (prepared is not None and prepared.may_train))
         plan = self._plans.get((key, per_stage))
         if plan is None or plan.differentiable != differentiable:
@@ -148,9 +150,9 @@ class Pipeline:
         return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
 
     def _agree_on_micro_batches(self, per_stage: int) -> int:
-        """The number of micro-batches of each stage's batch: the smallest of all replicas. 0: a replica has failed."""
+        """The number of micro-batches of each stage's batch: the smallest of all ranks of this stage. 0: one has failed."""
         smallest = torch.tensor([per_stage], device="cpu")
-        self.context.tp_zero_host.all_reduce(smallest, "min")
+        self.context.zero_host.all_reduce(smallest, "min")
         return int(smallest)
 
     def _outputs(self, run: Run) -> tuple[Any, ...]:

@@ -261,7 +261,7 @@ class Run:
             try:
                 raise_first(self.context, problem)
             except BaseException as error:
-                if self.context.data_size == 1:  # no rank waits for others on its way out
+                if self.context.zero.size == 1:  # no rank waits for others on its way out
                     error.bmt_on_all_stages = True  # type: ignore[attr-defined]
                 raise
         self.plan.learned = True
