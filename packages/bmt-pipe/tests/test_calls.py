@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import torch
 from call_helpers import Twins, hidden, random, same, weighted
 from pipe_helpers import DTYPE, WIDTH, Dropping, Layer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from bmt_comm import Communicator, ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
@@ -542,3 +545,53 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
         layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded][: 1 - ctx.rank])
     layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded]).backward()
     assert all(param.grad is not None for param in sharded.parameters())
+
+
+class Scaled(nn.Module):
+    """A layer in a module that adds a parameter, which is not sharded."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.full((1,), 3.0, dtype=DTYPE))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(x, *args, **kwargs) * self.scale
+
+
+class Checkpointed(nn.Module):
+    """A layer in a module that computes it again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return torch_checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("around", [Scaled, Checkpointed])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_layers_that_were_replaced(
+    ctx: ParallelContext, around: Callable[[nn.Module], nn.Module], checkpoint: bool
+) -> None:
+    twins = Twins(ctx, Layer, 5, checkpoint=checkpoint)
+    x = hidden(ctx, 4)
+
+    def call(layers: nn.Module, x: Tensor) -> Tensor:
+        return layers(x)
+
+    twins.check("before", [x], call)
+    for index in (1, 4):
+        for layers in (twins.piped, twins.plain):
+            setattr(layers, str(index), around(layers[index]))
+    twins.check("after", [x], call)
+    assert list(twins.piped._modules) == (["0", "1", "2"] if ctx.rank == 0 else ["3", "4"])
+    twins.piped = copy.deepcopy(twins.piped)
+    twins.check("a copy", [x], call)
+    if around is Scaled:
+        with pytest.raises((ValueError, StageFailedError), match=r"'scale' of a layer \(a Scaled\) is not sharded"):
+            twins.piped(x, tail=Tensor.mean)
+    else:
+        twins.check("the loss inside", [x], lambda f, x: f(x, tail=Tensor.mean) if f is twins.piped else f(x).mean())

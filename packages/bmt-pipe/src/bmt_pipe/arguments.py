@@ -71,6 +71,7 @@ class Signature:
         batch: rows of the hidden states.
         grad: whether gradients are recorded.
         trains: whether the stage's own layers have parameters to train.
+        version: how often the stage's layers were replaced: others may return other types of values.
         options: what all stages must agree on.
     """
 
@@ -78,6 +79,7 @@ class Signature:
     batch: int
     grad: bool
     trains: bool
+    version: int
     options: tuple[Any, ...]
 
     @functools.cached_property
@@ -116,6 +118,7 @@ def sign(
     device: torch.device,
     grad: bool,
     trains: bool,
+    version: int,
     options: tuple[Any, ...],
 ) -> tuple[Signature, list[Any]]:
     """The signature of a call, and the values of its leaves.
@@ -165,7 +168,7 @@ def sign(
             raise ValueError("a tensor in tail_args requires a gradient, which it would not get; detach it")
         form = TensorForm(tuple(value.shape), value.dtype)
         leaves.append(Leaf(form, batched, grad and value.requires_grad, value.device.type == "cpu"))
-    return Signature(tree_unflatten(leaves, spec), batch, grad, trains, options), values
+    return Signature(tree_unflatten(leaves, spec), batch, grad, trains, version, options), values
 
 
 @functools.cache

@@ -35,6 +35,9 @@ class PipelineTransformerBlockList(StagedState):
     values are those of a ``TransformerBlockList``. ``len``, iteration and indices cover the layers of all stages, in
     the order of the chain. An :class:`AbsentLayer`, which has no parameters, takes the place of another stage's layer.
 
+    A module that takes the place of a layer later (``setattr(layers, "5", wrapper)``) is called instead of it, on the
+    stage that has the layer.
+
     In the forward of a model that contains the list, iteration covers all layers of all stages, and runs them: a model
     that loops over its layers needs no change (see :mod:`.loop`).
 
@@ -113,8 +116,7 @@ class PipelineTransformerBlockList(StagedState):
             blocks = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
             link_blocks(blocks)
             linked.update(blocks)
-        own = [self.blocks_of(chunk) for chunk in range(interleave)]
-        self._pipeline = Pipeline(own, self.all_chunks, num_hidden, context, tail_schedule)
+        self._pipeline = Pipeline(self.all_chunks, num_hidden, context, tail_schedule)
 
     def forward(
         self,
@@ -158,7 +160,8 @@ class PipelineTransformerBlockList(StagedState):
         """
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
         options = batch_related, return_hidden_states, tail, tail_args, tail_modules, self.training
-        result = self._pipeline(hidden, args, kwargs, *options)
+        chunks = [self.blocks_of(chunk) for chunk in range(self.interleave)]
+        result = self._pipeline(chunks, hidden, args, kwargs, *options)
         if tail is not None or return_hidden_states or self.num_hidden > 1:
             return result
         return result[0]
@@ -239,8 +242,19 @@ class PipelineTransformerBlockList(StagedState):
         return first
 
     def blocks_of(self, chunk: int) -> list[nn.Module]:
-        """The Blocks of one of this stage's chunks, in order."""
+        """The layers of one of this stage's chunks, in order: Blocks, or modules that have taken their place."""
         return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A module in place of another stage's layer is dropped, as in the constructor."""
+        index = self._layer_of(f"{name}.", "") if isinstance(value, nn.Module) else None
+        if index is None:
+            super().__setattr__(name, value)
+        elif self._stages[index] == self._pipe.rank:
+            layer = next((getattr(p, LAYER_ATTRIBUTE, None) for p in self[index].parameters()), None)
+            super().__setattr__(name, value)
+            for param in value.parameters() if layer is not None else ():
+                setattr(param, LAYER_ATTRIBUTE, layer)
 
     def __len__(self) -> int:
         return self.num_layers

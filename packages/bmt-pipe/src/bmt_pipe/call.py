@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from bmt_comm import ParallelContext, not_compiled
+from bmt_zero import ShardedParameter
 from bmt_zero.recording import link_pipeline_call
-from bmt_zero.shard import groups_of
 from bmt_zero.written_buffers import WrittenBuffers
 
 from ._compat import inside_checkpoint
@@ -30,7 +29,6 @@ class Pipeline:
     """This stage's part of a pipeline, and what calls remember for later ones.
 
     Args:
-        chunks: this stage's layers, by chunk.
         layers: the indices of the layers at each place in the chain.
         num_hidden: how many hidden states the layers take and return.
         context: the ranks.
@@ -39,13 +37,11 @@ class Pipeline:
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[nn.Module]],
         layers: Sequence[range],
         num_hidden: int,
         context: ParallelContext,
         tail_schedule: str,
     ) -> None:
-        self.chunks = chunks
         self.layers = layers
         self.num_hidden = num_hidden
         self.context = context
@@ -55,14 +51,15 @@ class Pipeline:
         self._signatures: dict[bytes, list[Signature]] = {}
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
-        self._buffers: list[WrittenBuffers] | None = (
-            None  # made in the first call: a deep copy of modules may not be complete before
-        )
+        self._chunks: list[list[nn.Module]] = []  # of the last call
+        self._version = 0  # how often they have changed
+        self._buffers: list[WrittenBuffers] = []  # of these layers
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")
 
     @not_compiled
     def __call__(
         self,
+        chunks: list[list[nn.Module]],
         hidden: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -74,7 +71,10 @@ class Pipeline:
         training: bool,
     ) -> tuple[Any, ...] | Tensor:
         """The hidden states after the last layer, then the intermediate ones as from :class:`TransformerBlockList` if
-        they are wanted; or the loss."""
+        they are wanted; or the loss. ``chunks``: this stage's layers, by chunk, as they are now."""
+        if chunks != self._chunks:
+            self._chunks, self._buffers = chunks, [WrittenBuffers(chunk) for chunk in chunks]
+            self._version += 1
         context = self.context
         grad = torch.is_grad_enabled()
         signature: Signature | None = None
@@ -93,6 +93,8 @@ class Pipeline:
                     "a tail was passed inside of torch.utils.checkpoint, which would compute all of it a second time; "
                     "call the pipeline outside of it: it keeps little between forward and backward by itself"
                 )
+            if tail is not None and grad:
+                _check_all_sharded(chunks)
             if tail is not None:
                 prepared = Tail(tail, tail_modules, context, self._factor, grad)
             signature, values = sign(
@@ -103,7 +105,8 @@ class Pipeline:
                 batch_related,
                 device=context.device,
                 grad=grad,
-                trains=any(p.requires_grad for c in self.chunks for b in c for g in groups_of(b) for p in g.params),
+                trains=any(p.requires_grad for chunk in chunks for layer in chunk for p in layer.parameters()),
+                version=self._version,
                 options=(
                     *(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
                     *(training, autocast_state(context.device)),  # dtypes may depend on them
@@ -126,7 +129,7 @@ class Pipeline:
         differentiable = grad and (_train(signatures) or (prepared is not None and prepared.may_train))
         plan = self._plans.get((key, per_stage))
         if plan is None or plan.differentiable != differentiable:
-            sizes = context.pipe_size, per_stage * context.pipe_size, len(self.chunks)
+            sizes = context.pipe_size, per_stage * context.pipe_size, len(chunks)
             schedule = make_schedule(self.tail_schedule, *sizes)
             if tail is None:
                 schedule = recompute(*sizes, schedule.v_shaped)
@@ -135,9 +138,7 @@ class Pipeline:
                 remember(self._plans, (key, per_stage), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
-        if self._buffers is None:
-            self._buffers = [WrittenBuffers(chunk) for chunk in self.chunks]
-        run = Run(self.chunks, context, plan, values, prepared, self.recorder, self._buffers)
+        run = Run(chunks, context, plan, values, prepared, self.recorder, self._buffers)
         try:
             return self._outputs(run) if prepared is None else self._loss(run, prepared)
         finally:
@@ -145,12 +146,11 @@ class Pipeline:
                 self._plans.pop((key, per_stage), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """A pipeline of copied Blocks, on the same ranks, that remembers no calls."""
-        chunks = copy.deepcopy(self.chunks, memo)
-        return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
+        """A pipeline on the same ranks that remembers no calls."""
+        return Pipeline(self.layers, self.num_hidden, self.context, self.tail_schedule)
 
     def _agree_on_micro_batches(self, per_stage: int) -> int:
-        """The number of micro-batches of each stage's batch: the smallest of all ranks of this stage. 0: one has failed."""
+        """The number of micro-batches of each stage's batch: the smallest of the stage's ranks. 0: one has failed."""
         smallest = torch.tensor([per_stage], device="cpu")
         self.context.zero_host.all_reduce(smallest, "min")
         return int(smallest)
@@ -177,6 +177,22 @@ class Pipeline:
         grads += tail.plain.values()
         run.arguments.values = []
         return _Loss.apply(run, tail, self._anchor, loss, grads, *wanted, *tail.plain)
+
+
+def _check_all_sharded(chunks: Sequence[Sequence[nn.Module]]) -> None:
+    """Check that all parameters of layers are sharded: with a tail, their gradients are separate until backward.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for layer in (layer for chunk in chunks for layer in chunk):
+        for name, param in layer.named_parameters():
+            if param.requires_grad and not isinstance(param, ShardedParameter):
+                raise ValueError(
+                    f"parameter {name!r} of a layer (a {type(layer).__name__}) is not sharded, and a tail was passed: "
+                    f"its gradient would be that of another scale; add it before the layer becomes a Block, or pass "
+                    f"no tail"
+                )
 
 
 def _train(signatures: Sequence[Signature]) -> bool:

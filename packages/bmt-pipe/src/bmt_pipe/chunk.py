@@ -12,7 +12,19 @@ from torch import nn
 
 from bmt_zero.activation_checkpoint import CheckpointedForward
 from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.shard import sharding_of
+from bmt_zero.shard import groups_of, sharding_of
+
+
+def blocks_in(layer: nn.Module) -> list[nn.Module]:
+    """The layer if it is sharded; otherwise (a module has taken its place) the outermost sharded modules in it."""
+    if sharding_of(layer) is not None:
+        return [layer]
+    return [block for child in layer.children() for block in blocks_in(child)]
+
+
+def groups_in(layers: Sequence[nn.Module]) -> list[ParameterGroup]:
+    """The parameter groups of layers."""
+    return list(dict.fromkeys(group for layer in layers for block in blocks_in(layer) for group in groups_of(block)))
 
 
 def run_layers(
@@ -96,8 +108,9 @@ class Settings:
                 module.training = flag
 
 
-def checkpoints(blocks: Sequence[nn.Module]) -> list[CheckpointedForward]:
+def checkpoints(layers: Sequence[nn.Module]) -> list[CheckpointedForward]:
     """The enabled activation checkpoints of layers."""
+    blocks = [block for layer in layers for block in blocks_in(layer)]
     shardings = [sharding for sharding in map(sharding_of, blocks) if sharding is not None]
     return [each.checkpoint for each in shardings if each.checkpoint is not None and each.checkpoint.enabled]
 

@@ -23,7 +23,7 @@ from bmt_comm import ParallelContext, note_place, without_autocast
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
-from bmt_zero.shard import groups_of
+from bmt_zero.shard import sharding_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import lasting_gradient_edge
@@ -33,6 +33,7 @@ from .chunk import (
     AmbientState,
     Settings,
     checkpoints,
+    groups_in,
     not_checkpointed,
     run_layers,
 )
@@ -78,7 +79,7 @@ class Run:
         self.arguments = Arguments(context, plan, values)
         self.recording = begin_pipeline_call()
         self._step = step_context(context)
-        self._groups = list(dict.fromkeys(group for chunk in chunks for block in chunk for group in groups_of(block)))
+        self._groups = groups_in([layer for chunk in chunks for layer in chunk])
         self._reducers = [reducer for group in self._groups for reducer in group.reducers]
         self._arrived: dict[GradientReducer, ReducedGradient] = {}  # where the loss is computed inside the pipeline
         # By micro-batch and place:
@@ -300,10 +301,9 @@ class Run:
     def _complete(self, chunk: int) -> None:
         """Prepare for the gradients of one more micro-batch of a chunk: the last one is reduced."""
         self._left[chunk] -= 1
-        for block in self.chunks[chunk]:
-            for group in groups_of(block):
-                for reducer in group.reducers:
-                    reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
+        for group in groups_in(self.chunks[chunk]):
+            for reducer in group.reducers:
+                reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
 
     def _release(self) -> None:
         for group in self._groups:
@@ -383,9 +383,11 @@ class Run:
         return {"hidden": hidden, "layers": intermediates}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
-        # Backward of the last layer follows at once, so it keeps its activations.
+        # Backward of the last layer follows at once, so it keeps its activations: if it is a Block, because a module
+        # around it may be another checkpoint, which would compute it with its own one.
         inputs = self._inputs[action.micro_batch, place]
-        self._run_again(action, place, inputs, self.chunks[action.chunk][-1:])
+        last = self.chunks[action.chunk][-1:]
+        self._run_again(action, place, inputs, [] if sharding_of(last[0]) is None else last)
         return {}
 
     def _run_again(
