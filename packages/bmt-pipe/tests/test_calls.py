@@ -547,6 +547,33 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
     assert all(param.grad is not None for param in sharded.parameters())
 
 
+class Keeping(nn.Module):
+    """Keeps a loss of its own in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))  # keeps a computed weight, which is no loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if x.shape[1] > 3:
+            self.inner.losses = [y.square().mean()]
+        return y
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("length", [3, 4])
+def test_losses_in_attributes_are_told_in_the_log(ctx: ParallelContext, length: int) -> None:
+    layers, said = PipelineTransformerBlockList([Keeping().to(DTYPE) for _ in range(4)]), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("bmt_pipe.run"), "warning", lambda text, *values: said.append(text % values))
+        for _ in range(2):
+            layers(hidden(ctx, 4, length)).sum().backward()
+    assert len(said) == length - 3
+    assert not said or f"layer {2 * ctx.rank} of a pipeline keeps a tensor in 'inner.losses'" in said[0]
+
+
 class Scaled(nn.Module):
     """A layer in a module that adds a parameter, which is not sharded."""
 

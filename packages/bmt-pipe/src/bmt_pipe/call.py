@@ -54,6 +54,7 @@ class Pipeline:
         self._chunks: list[list[nn.Module]] = []  # of the last call
         self._version = 0  # how often they have changed
         self._buffers: list[WrittenBuffers] = []  # of these layers
+        self._searched: set[int] = set()  # the chunks of these layers that were searched for tensors that they keep
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")
 
     @not_compiled
@@ -74,7 +75,7 @@ class Pipeline:
         they are wanted; or the loss. ``chunks``: this stage's layers, by chunk, as they are now."""
         if chunks != self._chunks:
             self._chunks, self._buffers = chunks, [WrittenBuffers(chunk) for chunk in chunks]
-            self._version += 1
+            self._searched, self._version = set(), self._version + 1
         context = self.context
         grad = torch.is_grad_enabled()
         signature: Signature | None = None
@@ -138,7 +139,7 @@ class Pipeline:
                 remember(self._plans, (key, per_stage), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
-        run = Run(chunks, context, plan, values, prepared, self.recorder, self._buffers)
+        run = Run(chunks, context, plan, values, prepared, self.recorder, self._buffers, self._searched)
         try:
             return self._outputs(run) if prepared is None else self._loss(run, prepared)
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 from bmt_zero.activation_checkpoint import CheckpointedForward
 from bmt_zero.parameter_group import ParameterGroup
@@ -113,6 +113,32 @@ def checkpoints(layers: Sequence[nn.Module]) -> list[CheckpointedForward]:
     blocks = [block for layer in layers for block in blocks_in(layer)]
     shardings = [sharding for sharding in map(sharding_of, blocks) if sharding is not None]
     return [each.checkpoint for each in shardings if each.checkpoint is not None and each.checkpoint.enabled]
+
+
+def kept_tensors(layers: Sequence[nn.Module], first: int) -> Iterator[tuple[int, str, Tensor]]:
+    """The tensors with gradients that layers keep in attributes: (index of the layer, name, tensor).
+
+    Args:
+        first: the number of the first autograd node that counts; see :func:`next_node`.
+    """
+    for index, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                if name in ("_parameters", "_buffers") or any(p.startswith(f"{name}_") for p in module._parameters):
+                    continue  # a weight that a hook (weight_norm) has computed of weight_g and weight_v, for example
+                for each in value.values() if isinstance(value, dict) else value if type(value) in _LISTS else (value,):
+                    node = each.grad_fn if isinstance(each, Tensor) else None
+                    if node is not None and node._sequence_nr() >= first:
+                        yield index, f"{path}.{name}".lstrip("."), each
+
+
+_LISTS = (list, tuple)
+
+
+def next_node() -> int:
+    """The number of this thread's next autograd node."""
+    with torch.enable_grad():
+        return 1 + int(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

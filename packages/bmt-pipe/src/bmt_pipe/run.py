@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +35,8 @@ from .chunk import (
     Settings,
     checkpoints,
     groups_in,
+    kept_tensors,
+    next_node,
     not_checkpointed,
     run_layers,
 )
@@ -43,6 +46,8 @@ from .routes import Pass
 from .schedule import Action, Kind
 from .split_backward import SplitBackward
 from .tail import Tail
+
+_log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -69,6 +74,7 @@ class Run:
         tail: Tail | None,
         recorder: Recorder | None,
         buffers: Sequence[WrittenBuffers],
+        searched: set[int],
     ) -> None:
         self.chunks = chunks
         self.context = context
@@ -87,6 +93,7 @@ class Run:
         self._states: dict[tuple[int, int], AmbientState] = {}
         self._copies: dict[tuple[int, int], Copies] = {}
         self._buffers = buffers
+        self._searched = searched
         self._settings = Settings(chunks if plan.differentiable else (), self._groups)
         self._accumulates = True
         self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded; recomputation records it again
@@ -462,7 +469,11 @@ class Run:
             args, kwargs, _ = self.arguments.of(micro_batch, arguments)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
             versions = [x._version for x in given]
+            searches = grad and chunk not in self._searched
+            first = next_node() if searches else 0
             hidden, intermediates = run_layers(self.chunks[chunk], form.fill(inputs), args, kwargs)
+            if searches:
+                self._warn_of_kept_tensors(chunk, micro_batch, place, first)
         if versions != [x._version for x in given]:
             raise RuntimeError(
                 "a layer writes into an argument, which other micro-batches, and the layer when it is computed again, "
@@ -483,6 +494,19 @@ class Run:
             edges = [lasting_gradient_edge(x) if x.requires_grad else None for x in outputs]
             self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
         return hidden, intermediates
+
+    def _warn_of_kept_tensors(self, chunk: int, micro_batch: int, place: int, first: int) -> None:
+        """Warn, once in the first forward of a chunk with gradients, of tensors in attributes of its layers."""
+        self._searched.add(chunk)
+        recorded = {id(entry.tensor) for entry in self._marks[micro_batch, place]}
+        for index, name, tensor in kept_tensors(self.chunks[chunk], first):
+            if id(tensor) not in recorded:
+                _log.warning(
+                    "layer %d of a pipeline keeps a tensor in %r: a loss that is computed of it gets no gradient; let "
+                    "layers return it as a hidden state (num_hidden), or use record_tensor",
+                    *(self.plan.layers[place][index], name),
+                )
+                return
 
     def _hidden(self, micro_batch: int) -> list[Any]:
         """The leaves of a micro-batch's hidden states, as they were passed in, that are tensors."""

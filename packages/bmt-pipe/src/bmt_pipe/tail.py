@@ -25,6 +25,7 @@ from bmt_zero.backward_context import step_context
 from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
 from bmt_zero.shard import groups_of
 
+from .chunk import next_node
 from .messages import connected, gets_gradient, take_apart
 from .split_backward import graph_of
 
@@ -101,7 +102,7 @@ class Tail:
         """
         inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and gets_gradient(x)), hidden)
         wanted = [x for x in take_apart(inputs)[1] if x.requires_grad]
-        first = _sequence_number() if self.grad else 0
+        first = next_node() if self.grad else 0
         torch.clear_autocast_cache()  # weights that an earlier micro-batch has cast
         with self._own_parameters_only(), torch.set_grad_enabled(self.grad):
             loss = self.function(*inputs, *args)
@@ -189,12 +190,6 @@ class Tail:
             if grad is not None:
                 param.handle.reduce(grad * factor)
         self.grads = {}
-
-
-def _sequence_number() -> int:
-    """The number of the next autograd node."""
-    with torch.enable_grad():
-        return 1 + int(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
 def _sharded_parameters(
