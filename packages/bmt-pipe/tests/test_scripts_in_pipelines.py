@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from call_helpers import Twins, hidden, random
-from pipe_helpers import DTYPE, WIDTH
+from call_helpers import Twins, hidden, random, same, weighted
+from pipe_helpers import DTYPE, WIDTH, rows_of
 from torch import Tensor, nn
 
 import bmt_pipe.channels
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, local_rows
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -235,3 +235,30 @@ def test_sequence_first_layers_are_refused(ctx: ParallelContext) -> None:
     with pytest.raises(ValueError, match="batch_first=True"):
         PipelineTransformerBlockList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
     PipelineTransformerBlockList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)])
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_encoders_and_decoders_of_torch(ctx: ParallelContext) -> None:
+    """Their forwards loop over the layers, and read attributes of modules in the first one."""
+    torch.manual_seed(0)
+    plain = nn.Transformer(8, 2, 3, 3, 16, dropout=0.0, batch_first=True).double()
+    piped = copy.deepcopy(plain)
+    piped.encoder.layers = PipelineTransformerBlockList(piped.encoder.layers)  # type: ignore[assignment]
+    piped.decoder.layers = PipelineTransformerBlockList(piped.decoder.layers)  # type: ignore[assignment]
+    piped = BMTrainModelWrapper(piped)
+    source, target = random(ctx.rank, 4, 5, 8), random(7 + ctx.rank, 4, 3, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=DTYPE)
+    same("outputs", piped(source, target, tgt_mask=mask), plain(source, target, tgt_mask=mask), 1e-10)
+    weighted(piped(source, target, tgt_mask=mask)).backward()
+    weighted(plain(source, target, tgt_mask=mask)).backward()
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        ctx.world.all_reduce(param.grad)
+        own = dict(piped.named_parameters()).get(name)
+        if own is not None:
+            assert own.grad is not None
+            same(name, local_rows(own.grad), rows_of(param.grad, own), 1e-8)
+    layer = piped.encoder.layers._loop()._attributes[2]
+    assert layer["self_attn"]["num_heads"] == 2
+    with pytest.raises(AttributeError, match="'weight' of 'linear1' of layer 0 of a pipeline cannot be read"):
+        _ = next(iter(piped.encoder.layers._loop())).linear1.weight

@@ -23,9 +23,13 @@ from ._compat import recorded_outputs
 _SIMPLE = (str, int, float, bool, type(None))
 
 
-def simple_attributes(layer: nn.Module) -> dict[str, Any]:
-    """The attributes that a loop may read of a layer on another stage: numbers, strings, booleans and None."""
-    return {k: v for k, v in vars(layer).items() if isinstance(v, _SIMPLE) and not k.startswith("_")}
+def simple_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes that a loop may read of a layer on another stage: numbers, strings, booleans and None.
+
+    Those of the modules in it are dictionaries, under the modules' names.
+    """
+    own = {k: v for k, v in vars(module).items() if isinstance(v, _SIMPLE) and not k.startswith("_")}
+    return own | {k: simple_attributes(child) for k, child in module._modules.items() if child is not None}
 
 
 def in_forward_around(layers: nn.Module) -> bool:
@@ -161,11 +165,33 @@ class LayerLoop:
         return (*states, *[None] * (length - len(states))) if length else output
 
 
-class LoopLayer:
-    """A layer of any stage in a model's loop. It has the simple attributes of the layer."""
+class LayerPart:
+    """A layer, or a module in it, of any stage in a model's loop: with its :func:`simple_attributes` only.
+
+    Args:
+        place: what it is called in messages.
+        attributes: the simple attributes.
+    """
+
+    def __init__(self, place: str, attributes: dict[str, Any]) -> None:
+        self.__dict__.update({k: v for k, v in attributes.items() if not isinstance(v, dict)})
+        self.__dict__["_place"], self.__dict__["_attributes"] = place, attributes
+
+    def __getattr__(self, name: str) -> Any:
+        place, attributes = self.__dict__["_place"], self.__dict__["_attributes"]
+        if name in attributes:
+            return LayerPart(f"{name!r} of {place}", attributes[name])
+        raise AttributeError(
+            f"attribute {name!r} of {place} of a pipeline cannot be read in a forward: the layer may be on another "
+            f"stage"
+        )
+
+
+class LoopLayer(LayerPart):
+    """A layer that can be called."""
 
     def __init__(self, loop: LayerLoop | None, index: int, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes)
+        super().__init__(f"layer {index}", attributes)
         self.__dict__["_loop"], self.__dict__["_index"] = loop, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +201,6 @@ class LoopLayer:
                 f"or call the list"
             )
         return self._loop.call(self._index, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"attribute {name!r} of layer {self.__dict__['_index']} of a pipeline cannot be read in a forward: the "
-            f"layer may be on another stage"
-        )
 
 
 def _same(a: Any, b: Any) -> bool:
