@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import bmt_pipe.channels
 from bmt_comm import ParallelContext, local_rows
 from bmt_pipe import PipelineTransformerBlockList
+from bmt_pipe.messages import StageFailedError
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -262,3 +263,42 @@ def test_encoders_and_decoders_of_torch(ctx: ParallelContext) -> None:
     assert layer["self_attn"]["num_heads"] == 2
     with pytest.raises(AttributeError, match="'weight' of 'linear1' of layer 0 of a pipeline cannot be read"):
         _ = next(iter(piped.encoder.layers._loop())).linear1.weight
+
+
+class Around(nn.Module):
+    """A head, whose weight may be tied to that of a layer, and a prefix that layers read from an attribute."""
+
+    def __init__(self, tied: int | None = None) -> None:
+        super().__init__()
+        layers = [Layer().to(DTYPE) for _ in range(4)]
+        self.head = nn.Linear(WIDTH, 5, bias=False, dtype=DTYPE)
+        if tied is not None:
+            self.head.weight = layers[tied].up.weight
+        self.prefix = nn.Parameter(torch.ones(WIDTH, dtype=DTYPE))
+        self.layers = PipelineTransformerBlockList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prefix = self.prefix * 2
+        for layer in self.layers._modules.values():
+            layer.register_forward_pre_hook(lambda _, args: (args[0] * prefix,))  # type: ignore[union-attr]
+        return self.head(self.layers(x))
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_errors_tell_what_to_do_instead(ctx: ParallelContext) -> None:
+    for tied in (0, 3):
+        where = rf"head.weight, which is shared with layers.{tied}.up.weight of one pipeline stage \(tie it to"
+        with pytest.raises(RuntimeError, match=where):
+            BMTrainModelWrapper(Around(tied))
+    model = BMTrainModelWrapper(Around())
+    with pytest.raises((RuntimeError, StageFailedError), match="pass it as an argument of the list"):
+        model(hidden(ctx, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="call the list of layers, or loop over it in the forward of a module"):
+        model.layers[2 - 2 * ctx.rank](hidden(ctx, 4))
+    layers = Around().layers.train(ctx.rank == 0)
+    with pytest.raises(RuntimeError, match=r"stage 0 with training=True; stage 1 with training=False$"):
+        layers(hidden(ctx, 4))
+    layers.train()
+    different = r"stage 0 with keywords=\{\}, grad enabled=True; stage 1 with keywords=\{'a': '\*'\}, grad enabled=F"
+    with pytest.raises(RuntimeError, match=different), torch.set_grad_enabled(ctx.rank == 0):
+        layers(hidden(ctx, 4), **({"a": 1} if ctx.rank else {}))

@@ -72,7 +72,7 @@ class Signature:
         grad: whether gradients are recorded.
         trains: whether the stage's own layers have parameters to train.
         version: how often the stage's layers were replaced: others may return other types of values.
-        options: what all stages must agree on.
+        options: what else all stages must agree on, by the names that messages use.
     """
 
     tree: Any
@@ -80,7 +80,7 @@ class Signature:
     grad: bool
     trains: bool
     version: int
-    options: tuple[Any, ...]
+    options: dict[str, Any]
 
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
@@ -104,8 +104,16 @@ class Signature:
         """Whether two stages may call the pipeline with these signatures."""
         return (self.structure, self.grad, self.options) == (other.structure, other.grad, other.options)
 
-    def __str__(self) -> str:
-        return str((tree_map(lambda _: "*", self.tree), self.grad, self.options))
+    def differences(self, other: Signature) -> str:
+        """In what this one differs from one that it does not agree with, with its own values."""
+
+        def named(each: Signature) -> dict[str, Any]:
+            hidden, args, kwargs, tail_args = tree_map(lambda _: "*", each.tree)
+            arguments = {"hidden states": hidden, "arguments": args, "keywords": kwargs, "tail_args": tail_args}
+            return arguments | {"grad enabled": each.grad} | each.options
+
+        theirs = named(other)
+        return ", ".join(f"{name}={value}" for name, value in named(self).items() if value != theirs[name])
 
 
 def sign(
@@ -119,7 +127,7 @@ def sign(
     grad: bool,
     trains: bool,
     version: int,
-    options: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> tuple[Signature, list[Any]]:
     """The signature of a call, and the values of its leaves.
 
@@ -268,9 +276,10 @@ def exchange_signatures(
             signatures = [pickle.loads(data) for data in packs]  # from ranks of this job
             for stage, other in enumerate(signatures):
                 if not other.agrees(signatures[0]):
+                    first = signatures[0]
                     raise RuntimeError(
-                        f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} "
-                        f"with {other}"
+                        f"stages call the pipeline in different ways: stage 0 with {first.differences(other)}; stage "
+                        f"{stage} with {other.differences(first)}"
                     )
         except Exception as error:  # on this rank only, perhaps: the others must learn of it
             problem = error

@@ -314,7 +314,8 @@ class AbsentLayer(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError(
-            f"layer {self.index} belongs to pipeline stage {self.stage}, and cannot compute on this rank"
+            f"layer {self.index} belongs to pipeline stage {self.stage}, and cannot compute on this rank: call the "
+            f"list of layers, or loop over it in the forward of a module that contains it"
         )
 
     def extra_repr(self) -> str:

@@ -108,10 +108,14 @@ class Pipeline:
                 grad=grad,
                 trains=any(p.requires_grad for chunk in chunks for layer in chunk for p in layer.parameters()),
                 version=self._version,
-                options=(
-                    *(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
-                    *(training, autocast_state(context.device)),  # dtypes may depend on them
-                ),
+                options={
+                    "return_hidden_states": return_hidden_states,
+                    "shapes of the tail's parameters": prepared and prepared.shapes,
+                    "chunks of the list": len(self.layers),
+                    "tail_schedule": self.tail_schedule,
+                    "training": training,  # dtypes may depend on it, and on autocast
+                    "autocast": autocast_state(context.device),
+                },
             )
         except Exception as error:  # of any kind: the other ranks must learn of it
             problem = error

@@ -428,14 +428,17 @@ class Run:
         leaves = [x for x in (*alive.inputs, *alive.arguments.values()) if x.requires_grad]
         if not self._accumulates:
             if roots and leaves:
-                torch.autograd.backward(roots, grads, inputs=leaves)
+                with _explained():
+                    torch.autograd.backward(roots, grads, inputs=leaves)
         elif action.kind is Kind.INPUT:
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
             self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
-            self._split[key].run_input_pass()
+            with _explained():
+                self._split[key].run_input_pass()
         elif roots:
             self._complete(action.chunk)
-            torch.autograd.backward(roots, grads)
+            with _explained():
+                torch.autograd.backward(roots, grads)
         self.arguments.add_grads(i, alive.arguments)
         wants = [leaf.requires_grad for leaf in self._hidden(i)] if place == 0 else []
         wanted = [x for n, x in enumerate(alive.inputs) if gets_gradient(x) and (place or wants[n])]
@@ -548,6 +551,20 @@ class Run:
         """The gradients of the leaves of this rank's hidden states that want one."""
         parts = [results[m] for _, m in self._pass.results(self.stage) if m.kind == "input_grad"]
         return [_concatenated(of_leaf, 0) for of_leaf in zip(*parts)]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Around the backward of a micro-batch, whose graph is new; that of a tensor from outside may be freed already."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "a layer of a pipeline uses a tensor that was computed outside of the list and requires a gradient; it is "
+            "not an argument of the layer, so its graph serves one micro-batch only: pass it as an argument of the list"
+        ) from error
 
 
 def _concatenated(parts: Sequence[Any], dim: int) -> Any:

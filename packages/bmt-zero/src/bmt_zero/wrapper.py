@@ -101,7 +101,8 @@ def BMTrainModelWrapper(
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
     rest = _slots_outside(model, layers, context)
     # Other stages do not have the parameters that are local to a stage.
-    facts = [parameter_fact(name, p) for name, p in model.named_parameters() if not is_stage_local(p)]
+    facts = _shared_with_stages(model) if context.pipe_size > 1 else []
+    facts += [parameter_fact(name, p) for name, p in model.named_parameters() if not is_stage_local(p)]
     facts += [f"Block {path}" for path, module in model.named_modules() if module in layers] + [f"level {level}"]
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
     precision = precision or MixedPrecision()
@@ -291,6 +292,21 @@ def _slots_outside(model: nn.Module, layers: dict[nn.Module, None], context: Par
                 f"a Block must own its parameters"
             )
     return rest
+
+
+def _shared_with_stages(model: nn.Module) -> list[str]:
+    """The parameters outside of Blocks that a layer of this pipeline stage has, too. Other stages find none of them."""
+    inside = {part for m in model.modules() if sharding_of(m) is not None for part in m.modules()}
+    modules = list(model.named_modules())
+    names = {id(p): f"{path}.{name}" for path, m in modules if m in inside for name, p in m._parameters.items()}
+    return [
+        f"{path}.{name}, which is shared with {names[id(p)]} of one pipeline stage (tie it to parameters outside of "
+        f"the list only)"
+        for path, m in modules
+        if m not in inside
+        for name, p in m._parameters.items()
+        if p is not None and is_stage_local(p) and id(p) in names
+    ]
 
 
 def _shard_rest(
