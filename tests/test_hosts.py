@@ -309,6 +309,11 @@ def test_parts_of_other_sizes_are_refused_over_hosts(ctx, source, sent, expected
         else:
             dist.all_to_all_single(out, x, receives, sends, group=group)
             assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+        if ctx.rank in (source, 2):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match="in its middle"):
+                dist.all_reduce(torch.ones(1), group=group)
+            assert time.monotonic() - start < 10
 
 
 @pytest.mark.ranks(4, timeout=60)

@@ -235,6 +235,13 @@ def test_one_rank_that_cannot_share_keeps_all_from_it(ctx):
     def refuse(name):
         raise OSError("no memory")
 
+    def refuse_map(*told, **more):
+        raise RuntimeError("unable to mmap")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(torch, "from_file", refuse_map)
+        assert not comm.share_memory()
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 0:
             patch.setattr(os, "memfd_create", refuse)

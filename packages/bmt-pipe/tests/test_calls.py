@@ -575,12 +575,11 @@ def test_losses_in_attributes_are_told_in_the_log(ctx: ParallelContext, length: 
 
 
 class Scaled(nn.Module):
-    """A layer in a module that adds a parameter, which is not sharded."""
+    """A layer in a module that multiplies what it returns."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, scale: Any = 3.0) -> None:
         super().__init__()
-        self.layer = layer
-        self.scale = nn.Parameter(torch.full((1,), 3.0, dtype=DTYPE))
+        self.layer, self.scale = layer, scale
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.layer(x, *args, **kwargs) * self.scale
@@ -599,11 +598,13 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
 @pytest.mark.parametrize("around", [Scaled, Checkpointed])
-@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize(
+    ("checkpoint", "schedule"), [(True, "interleaved_1f1b"), (False, "interleaved_1f1b"), (True, "zero_bubble_h1")]
+)
 def test_layers_that_were_replaced(
-    ctx: ParallelContext, around: Callable[[nn.Module], nn.Module], checkpoint: bool
+    ctx: ParallelContext, around: Callable[[nn.Module], nn.Module], checkpoint: bool, schedule: str
 ) -> None:
-    twins = Twins(ctx, Layer, 5, checkpoint=checkpoint)
+    twins = Twins(ctx, Layer, 5, checkpoint=checkpoint, tail_schedule=schedule)
     x = hidden(ctx, 4)
 
     def call(layers: nn.Module, x: Tensor) -> Tensor:
@@ -617,8 +618,8 @@ def test_layers_that_were_replaced(
     assert list(twins.piped._modules) == (["0", "1", "2"] if ctx.rank == 0 else ["3", "4"])
     twins.piped = copy.deepcopy(twins.piped)
     twins.check("a copy", [x], call)
-    if around is Scaled:
-        with pytest.raises((ValueError, StageFailedError), match=r"'scale' of a layer \(a Scaled\) is not sharded"):
-            twins.piped(x, tail=Tensor.mean)
-    else:
-        twins.check("the loss inside", [x], lambda f, x: f(x, tail=Tensor.mean) if f is twins.piped else f(x).mean())
+    twins.check("the loss inside", [x], lambda f, x: f(x, tail=Tensor.mean) if f is twins.piped else f(x).mean())
+    for index in (0, 4):
+        with pytest.raises(ValueError, match=f"parameter 'scale' of a Scaled is not one of layer {index}"):
+            setattr(twins.piped, str(index), Scaled(twins.piped[index], nn.Parameter(torch.ones(1))))
+    twins.check("unchanged", [x], call)

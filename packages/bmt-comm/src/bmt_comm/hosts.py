@@ -36,7 +36,7 @@ from .direct_exchange import DirectExchange, split_evenly
 from .fixed_order import TREE_SUM
 from .operation import Operation
 from .packing import Packing
-from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .shared_memory import Order, SharedMemoryCollectives, connect_shared_memory
 from .work import Pending, Work
 
 _ONE_SHOT_BYTES = 1 << 16  # of all ranks together, up to which an all-reduce is one-shot
@@ -67,6 +67,7 @@ class HostsCollectives:
         self._within, self._within_later = within
         self._across, self._across_later = direct.among(self._column, 3), direct.among(self._column, 4)
         self._unfinished: deque[_Finish] = deque()
+        self._order = Order()
 
     def all_gather(
         self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
@@ -225,15 +226,18 @@ class HostsCollectives:
 
     def fail(self, error: BaseException) -> None:
         """After ``error``, collectives that are not done fail, on every rank that needs a message of this one."""
+        self._order.fail(error)
         for within in (self._within, self._within_later):
             within.fail(error)
 
     def _later(self, finish: Callable[[], None], keep: object) -> Work:
         """A collective that has begun; ``finish`` is its second part."""
+        self._order.check()
         entry = _Finish(finish)
         self._unfinished.append(entry)
 
         def wait() -> None:
+            self._order.check()
             try:
                 while not entry.done:
                     self._unfinished[0].run()

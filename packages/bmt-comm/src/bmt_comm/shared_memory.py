@@ -164,7 +164,7 @@ class SharedMemoryCollectives:
         self.rank, self.size = direct.rank, direct.size
         self.messages = messages
         self.direct = direct
-        self._order = _Order()
+        self._order = Order()
         self._eager, self._pipelined = _Channel(eager, self._order), _Channel(pipelined, self._order)
         self._exchange = eager
         # By address, the places of the vectors that :meth:`empty` has made. A vector for which there was no room lies
@@ -405,7 +405,7 @@ def _split_in_few(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]
     return _split(chunks, together, max(-(-numel // _MAX_STEPS), 2 * _STEP_BYTES // (itemsize * together)))
 
 
-class _Order:
+class Order:
     """The order of the steps of several channels. It ends with the first exception that is raised in one of them.
 
     The caller may catch the exception and use the tensors for something else. Going on would write messages of the old
@@ -441,7 +441,7 @@ class _Order:
 class _Channel:
     """An exchange, and the steps that are to go through it, in the order of the calls."""
 
-    def __init__(self, exchange: Exchange, order: _Order) -> None:
+    def __init__(self, exchange: Exchange, order: Order) -> None:
         self._exchange, self._order = exchange, order
         self._unsent: deque[_Step] = deque()
         self._unread: deque[_Step] = deque()

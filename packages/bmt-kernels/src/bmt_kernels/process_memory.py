@@ -36,7 +36,10 @@ class Memory:
     def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = HEADER) -> None:
         # mmap.mmap would keep a file descriptor for each map before Python 3.13.
         size = header + capacity
-        mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+        try:
+            mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise OSError(f"the system does not map {size} bytes ({error})") from error
         self.address = mapped.data_ptr()
         self._mapped = (ctypes.c_ubyte * size).from_address(self.address)
         self._mapped.owner = mapped  # type: ignore[attr-defined]
@@ -128,7 +131,7 @@ def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memo
             memory = Memory(here, capacity, process, header)
         finally:
             os.close(here)
-    except (OSError, RuntimeError):
+    except OSError:
         return None
     return memory if memory.words[TOKEN // 8] == token else None
 

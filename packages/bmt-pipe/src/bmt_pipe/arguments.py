@@ -113,7 +113,7 @@ class Signature:
             return arguments | {"grad enabled": each.grad} | each.options
 
         theirs = named(other)
-        return ", ".join(f"{name}={value}" for name, value in named(self).items() if value != theirs[name])
+        return ", ".join(f"{name}={value}" for name, value in named(self).items() if repr(value) != repr(theirs[name]))
 
 
 def sign(

@@ -246,15 +246,22 @@ class PipelineTransformerBlockList(StagedState):
         return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A module in place of another stage's layer is dropped, as in the constructor."""
+        """Set an attribute. A module in place of another stage's layer is dropped, as in the constructor.
+
+        Raises:
+            ValueError: the module has parameters that the layer does not have, so other stages would not know of them.
+        """
         index = self._layer_of(f"{name}.", "") if isinstance(value, nn.Module) else None
-        if index is None:
+        if index is not None:
+            own = {id(param) for param in self[index].parameters()}
+            for param_name, param in value.named_parameters():
+                if id(param) not in own:
+                    raise ValueError(
+                        f"parameter {param_name!r} of a {type(value).__name__} is not one of layer {index}, whose "
+                        f"place it would take; add it to the layer before the list is made"
+                    )
+        if index is None or self._stages[index] == self._pipe.rank:
             super().__setattr__(name, value)
-        elif self._stages[index] == self._pipe.rank:
-            layer = next((getattr(p, LAYER_ATTRIBUTE, None) for p in self[index].parameters()), None)
-            super().__setattr__(name, value)
-            for param in value.parameters() if layer is not None else ():
-                setattr(param, LAYER_ATTRIBUTE, layer)
 
     def __len__(self) -> int:
         return self.num_layers

@@ -11,13 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from bmt_comm import ParallelContext, not_compiled
-from bmt_zero import ShardedParameter
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.written_buffers import WrittenBuffers
 
 from ._compat import inside_checkpoint
 from .arguments import Plan, Signature, exchange_signatures, remember, sign
-from .chunk import autocast_state
+from .chunk import autocast_state, groups_in
 from .messages import StageFailedError, connected, gets_gradient
 from .recording import Recorder
 from .run import Run
@@ -94,8 +93,6 @@ class Pipeline:
                     "a tail was passed inside of torch.utils.checkpoint, which would compute all of it a second time; "
                     "call the pipeline outside of it: it keeps little between forward and backward by itself"
                 )
-            if tail is not None and grad:
-                _check_all_sharded(chunks)
             if tail is not None:
                 prepared = Tail(tail, tail_modules, context, self._factor, grad)
             signature, values = sign(
@@ -106,7 +103,7 @@ class Pipeline:
                 batch_related,
                 device=context.device,
                 grad=grad,
-                trains=any(p.requires_grad for chunk in chunks for layer in chunk for p in layer.parameters()),
+                trains=any(p.requires_grad for chunk in chunks for group in groups_in(chunk) for p in group.params),
                 version=self._version,
                 options={
                     "return_hidden_states": return_hidden_states,
@@ -182,22 +179,6 @@ class Pipeline:
         grads += tail.plain.values()
         run.arguments.values = []
         return _Loss.apply(run, tail, self._anchor, loss, grads, *wanted, *tail.plain)
-
-
-def _check_all_sharded(chunks: Sequence[Sequence[nn.Module]]) -> None:
-    """Check that all parameters of layers are sharded: with a tail, their gradients are separate until backward.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for layer in (layer for chunk in chunks for layer in chunk):
-        for name, param in layer.named_parameters():
-            if param.requires_grad and not isinstance(param, ShardedParameter):
-                raise ValueError(
-                    f"parameter {name!r} of a layer (a {type(layer).__name__}) is not sharded, and a tail was passed: "
-                    f"its gradient would be that of another scale; add it before the layer becomes a Block, or pass "
-                    f"no tail"
-                )
 
 
 def _train(signatures: Sequence[Signature]) -> bool:

@@ -17,7 +17,7 @@ from bmt_zero.shard import groups_of, sharding_of
 
 def blocks_in(layer: nn.Module) -> list[nn.Module]:
     """The layer if it is sharded; otherwise (a module has taken its place) the outermost sharded modules in it."""
-    if sharding_of(layer) is not None:
+    if sharding_of(layer) is not None and groups_of(layer)[0].params:
         return [layer]
     return [block for child in layer.children() for block in blocks_in(child)]
 

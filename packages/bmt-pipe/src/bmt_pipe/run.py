@@ -390,18 +390,18 @@ class Run:
         return {"hidden": hidden, "layers": intermediates}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
-        # Backward of the last layer follows at once, so it keeps its activations: if it is a Block, because a module
-        # around it may be another checkpoint, which would compute it with its own one.
-        inputs = self._inputs[action.micro_batch, place]
-        last = self.chunks[action.chunk][-1:]
-        self._run_again(action, place, inputs, [] if sharding_of(last[0]) is None else last)
+        # Backward of the last layer follows at once, so it keeps its activations.
+        self._run_again(action, place, self._inputs[action.micro_batch, place], self.chunks[action.chunk][-1:])
         return {}
 
     def _run_again(
         self, action: Action, place: int, inputs: list[Tensor], keep_activations: Sequence[nn.Module]
     ) -> None:
-        """Recompute a chunk. The layers ``keep_activations`` are not checkpointed."""
-        key = action.micro_batch, place
+        """Recompute a chunk. The layers ``keep_activations`` are not checkpointed, unless a module is around them.
+
+        It may be another checkpoint, which computes the layer as it was computed now.
+        """
+        key, keep_activations = (action.micro_batch, place), [each for each in keep_activations if sharding_of(each)]
         with contextlib.ExitStack() as within:
             within.enter_context(self._states[key].restored())
             within.enter_context(self._buffers[action.chunk].restored(self._copies[key]))
@@ -562,8 +562,8 @@ def _explained() -> Iterator[None]:
         if "backward through the graph a second time" not in str(error):
             raise
         raise RuntimeError(
-            "a layer of a pipeline uses a tensor that was computed outside of the list and requires a gradient; it is "
-            "not an argument of the layer, so its graph serves one micro-batch only: pass it as an argument of the list"
+            "a layer of a pipeline uses a tensor that was computed outside of the list, or for another micro-batch, "
+            "and requires a gradient: pass it as an argument of the list"
         ) from error
 
 

@@ -140,7 +140,8 @@ def unsharded(weight: Any) -> Any:
 def check_is_own(module: nn.Module, comm: Communicator, *names: str) -> None:
     """Raise TypeError if torch computes one of a tensor-parallel layer's parameters from others.
 
-    The tools that do so take this rank's part for the logical parameter, or for its gradient.
+    The tools that do so take this rank's part for the logical parameter, or for its gradient. A parametrization that
+    is right on a part is not told from the others.
     """
     own = module._parameters
     for name in names:

@@ -25,6 +25,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -199,29 +202,31 @@ _NO_RESULT = object()
 
 def _refuse_tool(caller: FrameType, args: tuple[Any, ...]) -> None:
     """Raise TypeError if ``caller`` is a tool of torch that would take this rank's rows for the parameter."""
-    tool = caller.f_globals.get("__name__"), caller.f_code.co_name
-    if tool not in _TOOLS or not args or not isinstance(args[0], ShardedParameter):
+    tool = _TOOLS.get(caller.f_code.co_name)
+    if tool is None or tool[0] is not caller.f_code or not args or not isinstance(args[0], ShardedParameter):
         return
-    (what, cure), (param, *_) = _TOOLS[tool], args
+    (code, what, cure), (param, *_) = tool, args
     is_shard, is_replica = bool(param.bmt_slice.communicators), bool(param.handle.group.communicators)
-    if is_shard or (is_replica and tool != _STRUCTURED_PRUNING) or tool == _NEW_PARAMETER:
+    if is_shard or (is_replica and code is not _STRUCTURED_PRUNING) or code is _NEW_PARAMETER:
         raise TypeError(
             f"{what} of a sharded parameter of shape {param.bmt_slice.shape} would take this rank's rows "
             f"for the parameter: {cure}"
         )
 
 
-_NEW_PARAMETER = "torch.nn.parameter", "__new__"
-_STRUCTURED_PRUNING = "torch.nn.utils.prune", "_validate_structured_pruning"
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_STRUCTURED_PRUNING = prune._validate_structured_pruning.__code__
 _BEFORE = "apply it to a layer of torch.nn, and shard the model then"
-_TOOLS = {
-    _NEW_PARAMETER: ("a torch.nn.Parameter (weight_norm makes one, too)", f"give it full_tensor(); {_BEFORE}"),
-    ("torch.nn.utils.weight_norm", "apply"): ("weight_norm", _BEFORE),
-    _STRUCTURED_PRUNING: (
+_REFUSED = [
+    (_NEW_PARAMETER, "a torch.nn.Parameter (weight_norm makes one, too)", f"give it full_tensor(); {_BEFORE}"),
+    (inspect.unwrap(WeightNorm.apply).__code__, "weight_norm", _BEFORE),
+    (
+        _STRUCTURED_PRUNING,
         "structured pruning",
         "prune the model before it is sharded or, if the layer is not tensor-parallel, in gathered_parameters()",
     ),
-}
+]
+_TOOLS = {code.co_name: (code, what, cure) for code, what, cure in _REFUSED}
 
 
 def _result_or_operands(
