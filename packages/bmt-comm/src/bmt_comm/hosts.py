@@ -237,9 +237,9 @@ class HostsCollectives:
         self._unfinished.append(entry)
 
         def wait() -> None:
-            self._order.check()
             try:
                 while not entry.done:
+                    self._order.check()
                     self._unfinished[0].run()
                     self._unfinished.popleft()
             except BaseException as error:
