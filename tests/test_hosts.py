@@ -247,14 +247,12 @@ def test_the_backend_does_all_over_hosts(ctx):
     torch.testing.assert_close(*found)
 
 
-@contextlib.contextmanager
-def group_over_hosts(seconds=30.0):
+def group_over_hosts():
     """A process group "bmt" of four ranks on two hosts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bmt_comm.hosts, "host_identity", lambda: dist.get_rank() // 2)
-        group = dist.new_group(backend="bmt", timeout=datetime.timedelta(seconds=seconds))
+    with hosts(lambda rank: rank // 2):
+        group = dist.new_group(backend="bmt", timeout=datetime.timedelta(seconds=30))
     assert isinstance(group._shared, HostsCollectives)
-    yield group
+    return group
 
 
 def reduced(x, group):
@@ -276,19 +274,19 @@ def exchanged(x, group):
 @pytest.mark.parametrize(("numel", "in_thread"), [(8, False), (400_000, True)])
 @pytest.mark.parametrize("call", [reduced, strided, exchanged])
 def test_what_begins_in_inference_mode_may_end_outside_of_it(ctx, call, numel, in_thread):
-    with group_over_hosts() as group:
-        with torch.inference_mode():
-            x = torch.ones(numel)
-            before = dist.all_reduce(torch.ones(500_000), group=group, async_op=True)
-            if in_thread:  # which begins the next one, too
-                before.is_completed()
-            work, out, root = call(x, group)
-        work.wait()
-        before.wait()
-        if root in (None, ctx.rank):
-            assert out.tolist() == [4.0] * numel
-        if root == ():
-            assert out.tolist() == [1.0] * numel
+    group = group_over_hosts()
+    with torch.inference_mode():
+        x = torch.ones(numel)
+        before = dist.all_reduce(torch.ones(500_000), group=group, async_op=True)
+        if in_thread:  # which begins the next one, too
+            before.is_completed()
+        work, out, root = call(x, group)
+    work.wait()
+    before.wait()
+    if root in (None, ctx.rank):
+        assert out.tolist() == [4.0] * numel
+    if root == ():
+        assert out.tolist() == [1.0] * numel
 
 
 @pytest.mark.ranks(4, timeout=60)
@@ -301,32 +299,32 @@ def test_parts_of_other_sizes_are_refused_over_hosts(ctx, source, sent, expected
     if ctx.rank == 2:
         receives[source] = expected
     out, x = torch.full((sum(receives),), -1.0), torch.full((sum(sends),), float(ctx.rank))
-    with group_over_hosts() as group:
-        if ctx.rank in (source, 2):
-            told = f"rank {source} sends {4 * sent} bytes to rank 2, whose output takes {4 * expected}"
-            with pytest.raises(ValueError, match=told):
-                dist.all_to_all_single(out, x, receives, sends, group=group)
-        else:
+    group = group_over_hosts()
+    if ctx.rank in (source, 2):
+        told = f"rank {source} sends {4 * sent} bytes to rank 2, whose output takes {4 * expected}"
+        with pytest.raises(ValueError, match=told):
             dist.all_to_all_single(out, x, receives, sends, group=group)
-            assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
-        if ctx.rank in (source, 2):
-            start = time.monotonic()
-            with pytest.raises(RuntimeError, match="in its middle"):
-                dist.all_reduce(torch.ones(1), group=group)
-            assert time.monotonic() - start < 10
+    else:
+        dist.all_to_all_single(out, x, receives, sends, group=group)
+        assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+    if ctx.rank in (source, 2):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="in its middle"):
+            dist.all_reduce(torch.ones(1), group=group)
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.ranks(4, timeout=60)
 def test_an_abort_ends_receives_over_hosts(ctx):
-    with group_over_hosts() as group:
-        meeting = dist.new_group(backend="gloo")
-        if ctx.rank == 1:
-            work, start = dist.irecv(torch.ones(3), 0, group), time.monotonic()
-            threading.Timer(0.3, group.abort).start()
-            with pytest.raises(RuntimeError):
-                work.wait()
-            assert time.monotonic() - start < 20
-        dist.barrier(meeting)
+    group = group_over_hosts()
+    meeting = dist.new_group(backend="gloo")
+    if ctx.rank == 1:
+        work, start = dist.irecv(torch.ones(3), 0, group), time.monotonic()
+        threading.Timer(0.3, group.abort).start()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        assert time.monotonic() - start < 20
+    dist.barrier(meeting)
 
 
 @pytest.mark.ranks(4, timeout=60)

@@ -190,7 +190,7 @@ class HostsCollectives:
         The numbers of bytes go first, because gloo ends the process that receives more than it has room for.
         """
         ours = torch.tensor([[mine.nbytes, out.nbytes] for mine, out in zip(inputs, outputs)], device="cpu")
-        theirs = torch.empty_like(ours)
+        theirs = ours.clone()  # a rank's own part fits
         works = self.direct.exchange(ours.unbind(), theirs.unbind(), self.direct.next_tag(operation))
         tag = self.direct.next_tag(operation)
 
@@ -198,10 +198,10 @@ class HostsCollectives:
             _wait_for(works)
             sends, receives, wrong = list(inputs), list(outputs), []
             for rank, (sent, expected) in enumerate(theirs.tolist()):
-                if rank != self.rank and sent != outputs[rank].nbytes:
+                if sent != outputs[rank].nbytes:
                     wrong.append((rank, sent, self.rank, outputs[rank].nbytes))
                     receives[rank] = outputs[rank][:0]
-                if rank != self.rank and expected != inputs[rank].nbytes:
+                if expected != inputs[rank].nbytes:
                     wrong.append((self.rank, inputs[rank].nbytes, rank, expected))
                     sends[rank] = inputs[rank][:0]
             _wait_for(self.direct.exchange(sends, receives, tag))

@@ -226,6 +226,7 @@ _REFUSED = [
         "prune the model before it is sharded or, if the layer is not tensor-parallel, in gathered_parameters()",
     ),
 ]
+# By name, because each operation on a parameter looks here, and code objects take long to hash.
 _TOOLS = {code.co_name: (code, what, cure) for code, what, cure in _REFUSED}
 
 
