@@ -691,6 +691,7 @@ def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     assert records[-1] == steps[1]
 
 
+@pytest.mark.long
 def test_overwrite_leaves_a_run_alone_that_is_under_way(tmp_path):
     write_text(tmp_path)
     steps = ["--steps", "1000000", "--save-interval", "2", "--eval-interval", "0", "--schedule", "constant"]

@@ -314,6 +314,44 @@ def test_parts_of_other_sizes_are_refused_over_hosts(ctx, source, sent, expected
         assert time.monotonic() - start < 10
 
 
+def gathered(x, group, refused):
+    dist.all_gather([torch.empty(x.numel() + int(refused)) for _ in range(4)], x, group=group)
+
+
+def summed(x, group, refused):
+    dist.all_reduce(torch.zeros(1).expand(x.numel()) if refused else x, group=group)
+
+
+def scattered(x, group, refused):
+    dist.reduce_scatter(torch.empty(x.numel() // 4 + int(refused)), list(x.chunk(4)), group=group)
+
+
+def sent_to_all(x, group, refused):
+    sizes = [x.numel() + 1, -1, 0, 0] if refused else None
+    dist.all_to_all_single(torch.empty_like(x), x, sizes, sizes, group=group)
+
+
+@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.parametrize(("call", "numel"), [(gathered, 4), (summed, 400_000), (scattered, 400_000), (sent_to_all, 4)])
+def test_what_one_rank_is_refused_ends_the_wait_of_all_others(ctx, call, numel):
+    group, meeting = group_over_hosts(), dist.new_group(backend="gloo")
+    x, start = torch.ones(numel), time.monotonic()
+    for _ in range(2):  # what all are refused alike changes nothing
+        with pytest.raises((RuntimeError, ValueError)):
+            call(x, group, True)
+        dist.all_reduce(torch.ones(numel), group=group)
+    if ctx.rank == 2:
+        with pytest.raises((RuntimeError, ValueError)):
+            call(x, group, True)
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 2 is at operation 5, .* which raises"):
+            call(x, group, False)
+    dist.barrier(meeting)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(x, group=group)
+    assert time.monotonic() - start < 20
+
+
 @pytest.mark.ranks(4, timeout=60)
 def test_an_abort_ends_receives_over_hosts(ctx):
     group = group_over_hosts()

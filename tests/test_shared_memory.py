@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import bmt_comm.communicator
 import bmt_comm.shared_memory
+import bmt_comm.shared_memory_channel
 import bmt_comm.watch
 import bmt_kernels
 import bmt_kernels.process_memory as memory
@@ -781,7 +782,7 @@ def test_threads_wait_for_messages_at_the_same_time(ctx):
 def test_a_root_does_not_run_ahead_without_bounds(ctx):
     with pair(ctx, room=1 << 24) as (shared, by_gloo), pytest.MonkeyPatch.context() as patch:
         patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 1 << 20)
-        patch.setattr(bmt_comm.shared_memory, "_RUN_AHEAD_BYTES", 1 << 20)
+        patch.setattr(bmt_comm.shared_memory_channel, "_RUN_AHEAD_BYTES", 1 << 20)
         exchange = shared._on_host._eager._exchange
         most, count = 0, 40
         for number in range(count):

@@ -30,14 +30,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .direct_exchange import DirectExchange, split_evenly
 from .fixed_order import TREE_SUM
 from .operation import Operation
 from .packing import Packing
-from .shared_memory import Order, SharedMemoryCollectives, connect_shared_memory
-from .work import Pending, Work
+from .refusals import Refusals
+from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .shared_memory_channel import Order
+from .work import DONE, Pending, Work
 
 _ONE_SHOT_BYTES = 1 << 16  # of all ranks together, up to which an all-reduce is one-shot
 _UNEQUAL = "ranks are on several hosts, in containers or of users, that do not have as many each, or have one each"
@@ -68,6 +71,13 @@ class HostsCollectives:
         self._across, self._across_later = direct.among(self._column, 3), direct.among(self._column, 4)
         self._unfinished: deque[_Finish] = deque()
         self._order = Order()
+        self._refusals: Refusals | None = None
+        self._why = ""  # waits were ended
+        self.waits_for = 0
+
+    def tell_refusals(self, store: dist.Store) -> None:
+        """Let ranks know by ``store`` what another one was refused: see :meth:`send_nothing`. All ranks call this."""
+        self._refusals = Refusals(store, self.rank, self)
 
     def all_gather(
         self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
@@ -86,13 +96,13 @@ class HostsCollectives:
             ]
             _wait_for(works)
 
-        return self._later(finish, (chunks, mine))
+        return self._later(operation, finish, (chunks, mine))
 
     def reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
     ) -> Work:
         if not _splits(op, out) or len({chunk.numel() for chunk in chunks}) > 1:
-            return self._later(self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
+            return self._later(operation, self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
         sums, works = self._reduce_within(chunks, op, chunks[0].dtype, operation)
 
         def finish() -> None:
@@ -100,7 +110,7 @@ class HostsCollectives:
             self._across_later.reduce_scatter(out, sums.unbind(), op, operation).wait()
             self.direct.memory.give_back(sums)
 
-        return self._later(finish, chunks)
+        return self._later(operation, finish, chunks)
 
     def packed_reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], packing: Packing, operation: Operation
@@ -123,7 +133,7 @@ class HostsCollectives:
             packing.add_up(out, received, self._host, sums[self._host])
             self.direct.memory.give_back(sums)
 
-        return self._later(finish, chunks)
+        return self._later(operation, finish, chunks)
 
     def _reduce_within(
         self, chunks: Sequence[Tensor], op: str, dtype: torch.dtype, operation: Operation
@@ -138,7 +148,7 @@ class HostsCollectives:
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         if not _splits(op, flat) or flat.nbytes * self.size <= _ONE_SHOT_BYTES:
-            return self._later(self.direct.all_reduce(flat, op, operation).wait, flat)
+            return self._later(operation, self.direct.all_reduce(flat, op, operation).wait, flat)
         parts = split_evenly(flat, len(self._hosts[0]))
         mine = parts[self._place]
         works = [self._within.reduce_scatter(mine, parts, op, operation)]
@@ -149,7 +159,7 @@ class HostsCollectives:
                 self._across_later.all_reduce(mine, op, operation).wait()
             self._within_later.all_gather(parts, mine, operation).wait()
 
-        return self._later(finish, flat)
+        return self._later(operation, finish, flat)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         host, place = _place_of(root, self._hosts)
@@ -162,7 +172,7 @@ class HostsCollectives:
             if host != self._host:
                 self._within_later.broadcast(flat, place, operation).wait()
 
-        return self._later(finish, flat)
+        return self._later(operation, finish, flat)
 
     # The other collectives of torch.distributed are messages between each two ranks.
 
@@ -211,14 +221,23 @@ class HostsCollectives:
                     f"all_to_all: rank {source} sends {sent} bytes to rank {target}, whose output takes {expected}"
                 )
 
-        return self._later(finish, (inputs, outputs))
+        return self._later(operation, finish, (inputs, outputs))
 
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], operation: Operation) -> Work:
         works = self.direct.exchange(sends, receives, self.direct.next_tag(operation))
-        return self._later(lambda: _wait_for(works), (sends, receives))
+        return self._later(operation, lambda: _wait_for(works), (sends, receives))
+
+    def send_nothing(self, operation: Operation) -> Work:
+        """Ranks that do take part in ``operation`` fail soon. Needs no waiting."""
+        if self._refusals is not None:
+            self._refusals.tell(operation)
+        return DONE
 
     def stop(self, why: str) -> None:
         """End all waits, in other threads too, with an error."""
+        self._why = why
+        if self._refusals is not None:
+            self._refusals.leave()
         for within in (self._within, self._within_later):
             within.stop(why)
         if self._unfinished:  # otherwise other ranks may still be reading messages of this one
@@ -230,21 +249,26 @@ class HostsCollectives:
         for within in (self._within, self._within_later):
             within.fail(error)
 
-    def _later(self, finish: Callable[[], None], keep: object) -> Work:
+    def _later(self, operation: Operation, finish: Callable[[], None], keep: object) -> Work:
         """A collective that has begun; ``finish`` is its second part."""
         self._order.check()
-        entry = _Finish(finish)
+        entry = _Finish(operation.number, finish)
         self._unfinished.append(entry)
 
         def wait() -> None:
             try:
                 while not entry.done:
                     self._order.check()
+                    self.waits_for = self._unfinished[0].number
                     self._unfinished[0].run()
                     self._unfinished.popleft()
             except BaseException as error:
                 self.fail(error)  # an interrupted second part cannot be begun again
+                if self._why and isinstance(error, RuntimeError):
+                    raise RuntimeError(self._why) from error
                 raise
+            finally:
+                self.waits_for = 0
 
         return Pending([], wait, keep)
 
@@ -252,8 +276,8 @@ class HostsCollectives:
 class _Finish:
     """The second part of a collective."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
+    def __init__(self, number: int, run: Callable[[], None]) -> None:
+        self.number, self._run = number, run
         self.done = False
 
     def run(self) -> None:

@@ -8,9 +8,9 @@
     where there is NCCL, NCCL for CUDA tensors.
 
     The way that a collective takes depends on what all ranks know: the operation and the dtype. It does not depend on
-    the memory layout of a tensor. A rank that takes another way, or raises, notifies the other ranks of its host. They
-    fail instead of waiting for it in shared memory. All single messages of CPU tensors in a group take the same way, so
-    that each meets its receive.
+    the memory layout of a tensor. A rank that takes another way, or raises, notifies the other ranks, so that they fail
+    instead of waiting for it: through shared memory, or, over several hosts if it raises, by the store of the group.
+    All single messages of CPU tensors in a group take the same way, so that each meets its receive.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         else:
             direct = DirectExchange(self._rest, seconds_left=self._seconds_left)
             connected = connect(direct, ranks, self._seconds_left, ranks_on_this_host())
+            if isinstance(connected, HostsCollectives):
+                connected.tell_refusals(dist.PrefixStore(f"{NAME}/", store))
             if not isinstance(connected, str):
                 self._shared = connected
             elif rank == 0 and ranks[0] == 0:
@@ -468,14 +470,14 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         """
         if self._shared is None or any(tensor.is_cuda for tensor in tensors):
             return method(*arguments)
-        how = "over gloo"
         try:
-            return method(*arguments)
+            work = method(*arguments)
         except Exception as error:
-            how = f"which raises {type(error).__name__}"
+            self.notify(f"{kind} which raises {type(error).__name__}")
             raise
-        finally:
-            self.notify(f"{kind} {how}")
+        if self.shares_memory:  # over hosts, ranks that wait for this one end when its wait over gloo does
+            self.notify(f"{kind} over gloo")
+        return work
 
     def notify(self, name: str) -> None:
         """Count an operation that does not go through shared memory on this rank.
@@ -484,7 +486,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         with the same name, their later collectives work.
         """
         shared = self._shared
-        if not isinstance(shared, SharedMemoryCollectives):
+        if not isinstance(shared, SharedMemoryCollectives | HostsCollectives):
             return
 
         def begin() -> Work:

@@ -27,9 +27,7 @@
 from __future__ import annotations
 
 import datetime
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,49 +37,17 @@ from torch import Tensor
 from .combine import combine
 from .direct_exchange import DirectExchange, split_evenly
 from .operation import Operation
+from .shared_memory_channel import Channel, Exchange, Order, Step
 from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _STEP_BYTES = 1 << 20
 _MAX_STEPS = 16  # of a collective that is sent at the call
-_AHEAD = 2  # steps that a rank that waits sends before it reads the first
-_RUN_AHEAD_BYTES = 1 << 28  # that others have not received, of collectives that they may not have called yet
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _STEP_BYTES)
 """Of the exchanges of the eager and the pipelined channel. The first takes memory only as far as needed."""
 _STAGE_BYTES = 1 << 26
 """Of single messages that a rank has sent, without having waited, and others have not received."""
 _EXCHANGES = 3  # those of the two channels, and the one for messages between two ranks
-
-
-class Exchange(Protocol):
-    """What ``bmt_kernels.SharedMemoryExchange`` does."""
-
-    @property
-    def handle(self) -> tuple[int, int, int]: ...
-
-    def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
-
-    def wait_for_room(self, size: int) -> None: ...
-
-    def wait_for_others(self, most: int) -> None: ...
-
-    def try_send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> bool: ...
-
-    def reserve(self, size: int) -> int | None: ...
-
-    def reserved(self, place: int, dtype: torch.dtype) -> Tensor: ...
-
-    def send_reserved(self, place: int, operation: int, name: bytes) -> bool: ...
-
-    def give_back(self, place: int) -> None: ...
-
-    def receive(self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
-
-    def release(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def stop(self, why: str) -> None: ...
 
 
 class MessageWork(Work, Protocol):
@@ -115,41 +81,6 @@ class Messages(Protocol):
     def stop(self, why: str) -> None: ...
 
 
-@dataclass(eq=False, slots=True)
-class _Step:
-    """One message of every rank, and what this rank does with them.
-
-    Attributes:
-        parts: what this rank sends, end to end.
-        sizes: the bytes that each rank sends; 0 where this rank does not read them, None where it does not know.
-        dtype: of the messages.
-        read: called with the ranks' messages as vectors.
-        needs: how many steps of the collective must have been read before ``parts`` may be sent.
-        place: the reserved place where this rank's message lies already, in place of ``parts``.
-        runs_ahead: whether this rank receives nothing, and so could run ahead of the others.
-        number, name: of the operation; ranks compare them.
-    """
-
-    parts: Sequence[Tensor]
-    sizes: Sequence[int | None]
-    dtype: torch.dtype
-    read: Callable[[list[Tensor]], None]
-    needs: int = 0
-    place: int | None = None
-    runs_ahead: bool = False
-    number: int = 0
-    name: bytes = b""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of this rank's message."""
-        return sum(part.nbytes for part in self.parts)
-
-
-class InterruptedCollectiveError(RuntimeError):
-    """An exception has left an earlier collective half done."""
-
-
 class SharedMemoryCollectives:
     """Collectives between the ranks of one process group, in the same order on all of them.
 
@@ -165,7 +96,7 @@ class SharedMemoryCollectives:
         self.messages = messages
         self.direct = direct
         self._order = Order()
-        self._eager, self._pipelined = _Channel(eager, self._order), _Channel(pipelined, self._order)
+        self._eager, self._pipelined = Channel(eager, self._order), Channel(pipelined, self._order)
         self._exchange = eager
         # By address, the places of the vectors that :meth:`empty` has made. A vector for which there was no room lies
         # in memory of this rank alone; it is kept here itself, so that its address is not used again.
@@ -256,21 +187,21 @@ class SharedMemoryCollectives:
     ) -> Work:
         reads = self.rank == root
         sizes = [like.nbytes if reads and rank != root else 0 for rank in range(self.size)]
-        step = _Step(parts, sizes, like.dtype, read if reads else _ignore, runs_ahead=not reads)
+        step = Step(parts, sizes, like.dtype, read if reads else _ignore, runs_ahead=not reads)
         return self._eager.start([step], operation)
 
     def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
         """Copy chunk r of rank ``root`` into ``mine`` of rank r, except that of the root."""
         if self.rank == root:
             others = [chunk for rank, chunk in enumerate(chunks) if rank != root]
-            return self._eager.start([_Step(others, [0] * self.size, mine.dtype, _ignore, runs_ahead=True)], operation)
+            return self._eager.start([Step(others, [0] * self.size, mine.dtype, _ignore, runs_ahead=True)], operation)
         sizes = [mine.nbytes * (self.size - 1) if rank == root else 0 for rank in range(self.size)]
         begin = mine.numel() * (self.rank - (self.rank > root))
 
         def read(messages: list[Tensor]) -> None:
             mine.copy_(messages[root][begin : begin + mine.numel()])
 
-        return self._eager.start([_Step([], sizes, mine.dtype, read)], operation)
+        return self._eager.start([Step([], sizes, mine.dtype, read)], operation)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
         """Copy ``inputs[r]`` into ``outputs[this rank]`` of every other rank r, of which no lengths need to be known.
@@ -295,14 +226,14 @@ class SharedMemoryCollectives:
                     )
                 into.copy_(message[begin : begin + len(into)])
 
-        return self._eager.start([_Step([_bytes(lengths), *others], sizes, torch.uint8, read)], operation)
+        return self._eager.start([Step([_bytes(lengths), *others], sizes, torch.uint8, read)], operation)
 
     def send_nothing(self, operation: Operation) -> Work:
         """Send an empty step, so that ranks that call anything else than ``operation`` fail. Needs no waiting."""
         nothing = [0] * self.size
         channels = (self._eager, self._pipelined)
         return Pending(
-            [channel.start([_Step([], nothing, torch.uint8, _ignore)], operation) for channel in channels], None, None
+            [channel.start([Step([], nothing, torch.uint8, _ignore)], operation) for channel in channels], None, None
         )
 
     def stop(self, why: str) -> None:
@@ -321,24 +252,24 @@ class SharedMemoryCollectives:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> _Step:
+    def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> Step:
         """Every rank sends its chunk to all. This rank does not write its own chunk."""
         sizes = [chunk.nbytes for chunk in chunks]
         sizes[self.rank] = 0
-        return _Step([mine], sizes, mine.dtype, partial(self._read_gathered, chunks), needs)
+        return Step([mine], sizes, mine.dtype, partial(self._read_gathered, chunks), needs)
 
     def _read_gathered(self, chunks: Sequence[Tensor], messages: list[Tensor]) -> None:
         for rank, message in enumerate(messages):
             if rank != self.rank and message.numel():
                 chunks[rank].copy_(message)
 
-    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> _Step:
+    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Step:
         """Every rank sends the others their chunks, and reduces its own chunk, which ``out`` may be."""
         others = [chunk for rank, chunk in enumerate(chunks) if rank != self.rank]
         total = sum(chunk.nbytes for chunk in chunks)
         sizes = [total - chunk.nbytes for chunk in chunks]
         sizes[self.rank] = 0
-        return _Step(others, sizes, chunks[0].dtype, partial(self._read_reduced, out, chunks, op))
+        return Step(others, sizes, chunks[0].dtype, partial(self._read_reduced, out, chunks, op))
 
     def _read_reduced(self, out: Tensor, chunks: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
         mine = chunks[self.rank]
@@ -351,7 +282,7 @@ class SharedMemoryCollectives:
         parts[self.rank] = mine.clone() if self.rank > 1 and out.data_ptr() == mine.data_ptr() else mine
         combine(out, parts, op)
 
-    def _reduce_reserved(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int | Tensor) -> _Step:
+    def _reduce_reserved(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int | Tensor) -> Step:
         """As :meth:`_reduce`, for chunks of a vector that :meth:`empty` has made."""
         sizes = [sum(chunk.nbytes for chunk in chunks)] * self.size
         sizes[self.rank] = 0
@@ -363,15 +294,15 @@ class SharedMemoryCollectives:
             combine(out, parts, op)
 
         if isinstance(place, Tensor):
-            return _Step(chunks, sizes, mine.dtype, read)
-        return _Step([], sizes, mine.dtype, read, place=place)
+            return Step(chunks, sizes, mine.dtype, read)
+        return Step([], sizes, mine.dtype, read, place=place)
 
-    def _reduce_all(self, flat: Tensor, op: str) -> _Step:
+    def _reduce_all(self, flat: Tensor, op: str) -> Step:
         """One-shot: every rank sends everything to all."""
         sizes = [flat.nbytes] * self.size
         if self.rank < 2:
             sizes[self.rank] = 0  # this rank has it
-        return _Step([flat], sizes, flat.dtype, partial(self._read_all, flat, op, None))
+        return Step([flat], sizes, flat.dtype, partial(self._read_all, flat, op, None))
 
     def _read_all(self, flat: Tensor, op: str, mine: Tensor | None, messages: list[Tensor]) -> None:
         if self.rank < 2:
@@ -403,106 +334,6 @@ def _split_in_few(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]
     """As :func:`_split`, with parts at least twice as large: the eager channel has room for 4096 steps."""
     numel, itemsize = chunks[0].numel(), chunks[0].element_size()
     return _split(chunks, together, max(-(-numel // _MAX_STEPS), 2 * _STEP_BYTES // (itemsize * together)))
-
-
-class Order:
-    """The order of the steps of several channels. It ends with the first exception that is raised in one of them.
-
-    The caller may catch the exception and use the tensors for something else. Going on would write messages of the old
-    collective into these tensors, and send their new contents to the others: ranks would get different results.
-    """
-
-    def __init__(self) -> None:
-        self._channels: list[tuple[Exchange, tuple[deque[_Step], ...]]] = []
-        self._end: tuple[type[RuntimeError], str] | None = None
-
-    def add(self, exchange: Exchange, *queues: deque[_Step]) -> None:
-        self._channels.append((exchange, queues))
-
-    def check(self) -> None:
-        """Raise if it has ended."""
-        if self._end is not None:
-            kind, text = self._end
-            raise kind(text)
-
-    def fail(self, error: BaseException) -> None:
-        if self._end is None:
-            # Not the exception itself, whose traceback keeps alive what the functions have held.
-            kind = RuntimeError if type(error) is RuntimeError else InterruptedCollectiveError
-            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-            text = "a collective was interrupted in its middle: its result is lost, and so is the order of later ones"
-            self._end = kind, f"{text} ({cause})"
-        for exchange, queues in self._channels:
-            exchange.abandon()  # the others do not wait for messages that this process will not send
-            for queue in queues:
-                queue.clear()
-
-
-class _Channel:
-    """An exchange, and the steps that are to go through it, in the order of the calls."""
-
-    def __init__(self, exchange: Exchange, order: Order) -> None:
-        self._exchange, self._order = exchange, order
-        self._unsent: deque[_Step] = deque()
-        self._unread: deque[_Step] = deque()
-        self._started = self._read = 0  # steps
-        order.add(exchange, self._unsent, self._unread)
-
-    def start(self, steps: Iterable[_Step], operation: Operation, waits_at_once: bool = False) -> Work:
-        """Begin a collective."""
-        self._order.check()
-        before = self._started
-        try:
-            for step in steps:
-                step.number, step.name = operation.number, operation.name
-                if step.needs:
-                    step.needs += before
-                self._unsent.append(step)
-                self._unread.append(step)
-                self._started += 1
-            self._send_ahead(self._read + _AHEAD if waits_at_once else self._started)
-        except BaseException as error:
-            self._order.fail(error)
-            raise
-        return Pending([], partial(self._complete, self._started), None)
-
-    def stop(self, why: str) -> None:
-        self._exchange.stop(why)
-
-    def _complete(self, last: int) -> None:
-        if self._read >= last:
-            return
-        self._order.check()
-        try:
-            while self._read < last:
-                step = self._unread[0]
-                if self._unsent:
-                    if self._unsent[0] is step:
-                        self._exchange.wait_for_room(step.sent_bytes)
-                    self._send_ahead(self._read + _AHEAD)
-                step.read(self._exchange.receive(step.sizes, step.dtype, step.number, step.name))
-                self._exchange.release()
-                self._unread.popleft()
-                self._read += 1
-                if step.runs_ahead:
-                    self._exchange.wait_for_others(_RUN_AHEAD_BYTES)
-            self._send_ahead(self._started)
-        except BaseException as error:
-            self._order.fail(error)
-            raise
-
-    def _send_ahead(self, last: int) -> None:
-        """Send steps up to number ``last``, as far as there is room."""
-        while self._unsent and self._started - len(self._unsent) < last:
-            step = self._unsent[0]
-            if step.needs > self._read or not self._try_send(step):
-                return
-            self._unsent.popleft()
-
-    def _try_send(self, step: _Step) -> bool:
-        if step.place is not None:
-            return self._exchange.send_reserved(step.place, step.number, step.name)
-        return self._exchange.try_send(step.parts, step.number, step.name)
 
 
 _OBSTACLES = (

@@ -1,0 +1,75 @@
+"""A collective that one rank of a group over several hosts was refused, made known to the ranks that wait for it.
+
+A rank whose call raises sends no messages, and in shared memory it can say so, but not over gloo. It writes the number
+of the collective into the store of the group instead. A thread of each other rank looks there if a wait takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .operation import Operation
+
+_SECONDS = 1.0  # between two looks
+
+
+class Waiting(Protocol):
+    """Collectives, as far as this module uses them.
+
+    Attributes:
+        waits_for: the number of the collective that a thread waits for; 0: none.
+    """
+
+    waits_for: int
+
+    def stop(self, why: str) -> None: ...
+
+
+class Refusals:
+    """Args:
+    store: of the process group.
+    rank: of this process in the group.
+    collectives: are stopped if they wait for a rank that was refused.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, collectives: Waiting) -> None:
+        self._store, self._rank, self._left = store, rank, threading.Event()
+        arguments = weakref.ref(collectives), store, self._left
+        self._thread = threading.Thread(target=_look, args=arguments, name="bmt_refusals", daemon=True)
+        self._thread.start()
+
+    def tell(self, operation: Operation) -> None:
+        """This rank does not take part in ``operation``, for the reason that its name says."""
+        text = f"rank {self._rank} is at operation {operation.number}, {operation.name.decode()}"
+        self._store.set(_key(operation.number), text)
+
+    def leave(self) -> None:
+        """End the thread."""
+        self._left.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_SECONDS)
+
+
+def _key(number: int) -> str:
+    return f"refused/{number}"
+
+
+def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Event) -> None:
+    before = 0
+    while not left.wait(_SECONDS):
+        collectives = reference()
+        if collectives is None:
+            return
+        number = collectives.waits_for
+        if number and number == before:
+            with contextlib.suppress(RuntimeError):  # the store has gone: its host ends
+                if store.check([_key(number)]):
+                    collectives.stop(store.get(_key(number)).decode())
+                    return
+        before = number
+        del collectives
