@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,39 @@ def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), complete_file(path):
         pass  # nothing is written
     assert path.read_text() == "old"
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from bmt_comm.durable import complete_file
+
+with complete_file(Path(sys.argv[1])) as part:
+    part.write_text("ne")
+    print(part.name, flush=True)
+    signal.pause()
+"""
+
+
+def test_what_a_killed_process_has_left_goes_with_the_next_file(tmp_path: Path) -> None:
+    path = tmp_path / "file[1]"
+    other = tmp_path / ".file[1].other.1.part"  # of a file of another name
+    other.write_text("other")
+    writers = []
+    try:
+        for _ in range(2):
+            command = [sys.executable, "-c", WRITER, str(path)]
+            writers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        killed, alive = (writer.stdout.readline().strip() for writer in writers)
+        writers[0].kill()
+        writers[0].wait()
+        assert {killed, alive} <= set(os.listdir(tmp_path))
+        with complete_file(path) as part:
+            part.write_text("new")
+        assert path.read_text() == "new"
+        assert set(os.listdir(tmp_path)) == {path.name, alive, other.name}
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+            writer.stdout.close()
