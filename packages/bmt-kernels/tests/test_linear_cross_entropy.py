@@ -296,6 +296,17 @@ def test_wrong_call_is_named(case):
         call(hidden, weight, target)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, N])
+def test_the_mean_over_nothing_is_nan_and_its_gradients_zero(device, dtype, rows):
+    leaves, target = layer(dtype, device)
+    hidden, weight, bias = leaves
+    nothing = torch.full_like(target[:rows], -100)
+    loss = linear_cross_entropy(hidden[:rows], weight, nothing, bias)
+    assert loss.isnan()
+    assert all((gradient == 0).all() for gradient in gradients(loss, leaves))
+
+
 def test_no_tokens():
     (hidden, weight, bias), target = layer()
     for reduction in ("mean", "sum", "none"):

@@ -328,7 +328,11 @@ def _op_loss(
     dtype = computing_dtype(hidden.dtype)
     one = torch.ones((), dtype=dtype, device=hidden.device)
     denominator = mean_denominator(classes).to(dtype) if reduction == "mean" else one
-    now, later = (one, denominator) if _scaled_late(hidden.dtype) else (denominator, one)
+    now, later = (denominator, one)
+    if _scaled_late(hidden.dtype):
+        # Without a target that counts the gradients are zeros, and must stay so.
+        counts = (classes.target != classes.ignore_index).any()
+        now, later = one, torch.where(counts, denominator, one)
     gradients = _Gradients(hidden, weight, bias, needs)
     if gathered is not None:
         losses, normalizers = row_losses(gathered, classes)
