@@ -232,6 +232,27 @@ def test_hooks_of_loading_are_called(ctx):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["Adam", "Lion", "GaLoreAdamW"])
+@pytest.mark.parametrize("gather", [False, True])
+def test_hooks_of_saving_see_what_is_saved_and_may_give_it_another_form(ctx, name, gather):
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    optimizer, seen = made(name, params), []
+    stepped(optimizer, params, range(2))
+    plain = optimizer.state_dict(gather=gather)
+
+    def renamed(_, state_dict):
+        seen.append({key: type(value) for key, value in state_dict["state"][0].items()})
+        return {"state": {f"parameter {index}": entry for index, entry in state_dict["state"].items()}}
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_state_dict_post_hook(renamed)
+    saved = optimizer.state_dict(gather=gather)
+    assert seen == ["before", {key: type(value) for key, value in plain["state"][0].items()}]
+    assert list(saved["state"]) == [f"parameter {index}" for index in plain["state"]]
+    assert "param_groups" not in saved
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_dtype_of_parameters_may_change(ctx, name):
     for first, then in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):

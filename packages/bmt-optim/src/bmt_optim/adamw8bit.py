@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 import bmt_kernels
 
 from .distributed import Params
@@ -71,6 +73,7 @@ class AdamW8bit(DistGaloreAdamW):
         if "rank" in options:
             raise ValueError(f"rank={options['rank']!r}: AdamW8bit projects nothing; GaLoreAdamW does")
 
+    @torch.no_grad()
     def bitsandbytes_state_dict(self) -> dict[str, Any]:
         """The gathered state, as ``bitsandbytes.optim.AdamW8bit`` loads it.
 
@@ -83,7 +86,7 @@ class AdamW8bit(DistGaloreAdamW):
         for group in self.param_groups:
             if group["percentile_clipping"] < 100 or group.get("maximize"):
                 raise ValueError("bitsandbytes has no percentile_clipping and no maximize; leave them out")
-        gathered = self.state_dict(gather=True)
+        gathered = self._own_state_dict(gather=True)
         names = {ours: theirs for theirs, ours in BITSANDBYTES.items()}
         for index, entry in gathered["state"].items():
             renamed: dict[str, Any] = {names[key]: value for key, value in entry.items() if key in names}

@@ -201,15 +201,14 @@ class DistGaloreAdamW(DistributedOptimizer):
         self.synchronize()
         return super().__getstate__()
 
-    @torch.no_grad()
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """As :meth:`DistributedOptimizer.state_dict`.
+    def _own_state_dict(self, gather: bool) -> dict[str, Any]:
+        """As :meth:`DistributedOptimizer._own_state_dict`.
 
         A gathered state has the bases of a projection in ``projector.ortho_matrix``, as galore-torch has them. With
         fp32 moments it loads into ``galore_torch.GaLoreAdamW``.
         """
         self.synchronize()
-        state_dict = super().state_dict(gather)
+        state_dict = super()._own_state_dict(gather)
         if gather:
             params = [(p, group) for group in self.param_groups for p in group["params"]]
             for index, entry in state_dict["state"].items():
