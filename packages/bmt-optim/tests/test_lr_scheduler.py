@@ -56,6 +56,17 @@ def test_no_warm_up_starts_at_the_peak_and_divides_by_nothing(cls):
     assert scheduler.current_lr == pytest.approx(expected(cls, 1, w=0))
 
 
+def test_a_rate_that_is_a_tensor_is_written_in_place():
+    rates = [torch.tensor(9.0), torch.tensor(9.0, dtype=torch.float64)]
+    params = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.Adam(params)
+    scheduler = Linear(optimizer, S, W, E)
+    scheduler.step()
+    for group, rate in zip(optimizer.param_groups, rates):
+        assert group["lr"] is rate
+        assert float(rate) == pytest.approx(expected(Linear, 1))
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_the_first_step_is_that_of_iteration_zero(cls):
     assert cls(sgd(), S, W, E).current_lr == 0.0

@@ -12,8 +12,8 @@ Exponential    s·γ^(n-w)
 =============  ===============================================
 
 A scheduler sets the rate for ``num_iter`` when it is made, so the optimizer's first step after ``num_iter=0`` uses
-n = 0. Each :meth:`~WarmupLRScheduler.step` moves to the next iteration. Schedulers work with any optimizer that has
-``param_groups``.
+n = 0. Each :meth:`~WarmupLRScheduler.step` moves to the next iteration. A rate that is a tensor is written in place.
+Schedulers work with any optimizer that has ``param_groups``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ class WarmupLRScheduler(ABC):
         self.num_iter = num_iter
         self._current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
-            group["lr"] = self._current_lr
+            rate = group.get("lr")
+            if isinstance(rate, torch.Tensor):  # a captured or compiled step reads this tensor
+                rate.fill_(self._current_lr)
+            else:
+                group["lr"] = self._current_lr
 
     def state_dict(self) -> dict[str, Any]:
         """The settings and the iteration, as plain numbers."""
