@@ -550,6 +550,29 @@ def test_the_state_of_any_optimizers_with_or_without_schedulers_goes_on(ctx, gat
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, AdamOptimizer])
+def test_hooks_of_optimizers_may_give_their_states_another_form(ctx, cls):
+    def saved_form(_, state_dict):
+        return {"of parameters": state_dict["state"], "groups": state_dict["param_groups"]}
+
+    def loaded_form(_, state_dict):
+        return {"state": state_dict.pop("of parameters"), "param_groups": state_dict.pop("groups")}
+
+    managers = []
+    for lr in (0.1, 0.2):
+        optimizer = cls([param(1.0, 2.0)], lr=lr)
+        optimizer.register_state_dict_post_hook(saved_form)
+        optimizer.register_load_state_dict_pre_hook(loaded_form)
+        managers.append(OptimManager())
+        managers[-1].add_optimizer(optimizer)
+    managers[0].step()
+    managers[1].load_state_dict(managers[0].state_dict())
+    first, second = (manager.optimizers[0] for manager in managers)
+    assert second.param_groups[0]["lr"] == 0.1
+    assert torch.equal(*(each.state[each.param_groups[0]["params"][0]]["exp_avg"] for each in (first, second)))
+
+
+@pytest.mark.ranks(1)
 def test_a_state_that_does_not_fit_loads_nothing(ctx):
     source, params = build()
     run(source, params, range(4))

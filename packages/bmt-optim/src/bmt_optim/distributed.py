@@ -35,7 +35,16 @@ from .logical_params import LogicalParam
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
-from .state_dict import LAYERS, gather_state, match_groups, saved_layers, state_value, step_record, whole_number
+from .state_dict import (
+    LAYERS,
+    before_loading,
+    gather_state,
+    match_groups,
+    saved_layers,
+    state_value,
+    step_record,
+    whole_number,
+)
 from .state_layout import Size, StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
@@ -419,7 +428,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""
-        self._parse(state_dict)
+        self._parse(before_loading(self, state_dict))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -433,10 +442,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: the dict does not fit; the optimizer is unchanged.
         """
         self.settle_step()
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        state_dict = before_loading(self, state_dict)
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(

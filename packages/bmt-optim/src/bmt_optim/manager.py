@@ -31,7 +31,7 @@ from .distributed import DistributedOptimizer, begin_steps, steps_with_others
 from .engine import Step, advance, run
 from .exchange import Communication
 from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
-from .state_dict import match_groups
+from .state_dict import before_loading, match_groups
 from .upstream_state import from_upstream, is_upstream
 
 _log = logging.getLogger(__name__)
@@ -602,7 +602,7 @@ class OptimManager:
                 if check is not None:
                     check(saved)
                 else:
-                    match_groups(optimizer, saved, allow_empty=True)
+                    match_groups(optimizer, before_loading(optimizer, saved), allow_empty=True)
             except ValueError as error:
                 raise ValueError(f"optimizer {index}: {error}") from None
         self.check_trainer_state(state_dict)

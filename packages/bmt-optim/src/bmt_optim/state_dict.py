@@ -58,6 +58,23 @@ def saved_layers(params: Sequence[Tensor]) -> list[list[int]]:
     return [list(layer or ()) for layer in layers_of(params)]
 
 
+def before_loading(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What the hooks before ``load_state_dict`` make of ``state_dict``, which they do not change."""
+    given: dict[str, Any] = _copied(state_dict)
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})  # wrappers of optimizers may have none
+    for hook in hooks.values():
+        changed = hook(optimizer, given)
+        given = given if changed is None else changed
+    return given
+
+
+def _copied(value: Any) -> Any:
+    """Other dicts and lists of the same tensors, numbers and strings."""
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+
+
 def match_groups(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], allow_empty: bool = False
 ) -> list[tuple[Tensor, Mapping[str, Any] | None]]:
