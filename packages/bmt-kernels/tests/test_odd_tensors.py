@@ -96,6 +96,33 @@ def test_numbers_that_are_negated_when_they_are_read():
     assert torch.equal(rounded, bmt_kernels.round_stochastically(-plain, torch.bfloat16, seed=3))
 
 
+def test_one_number_that_is_negated_when_it_is_read():
+    """As a gradient may be: the imaginary part of one conjugated number is contiguous."""
+    angle = torch.full((1,), 0.5, requires_grad=True)
+    (torch.complex(torch.zeros(1), angle).conj() * (2 + 3j)).real.sum().backward()
+    grad = angle.grad
+    assert grad.is_neg()
+    assert grad.is_contiguous()
+
+    def state(dtype=torch.float32):
+        return [torch.zeros(1, dtype=dtype)]
+
+    lamb = {name: ADAM[name] for name in ("betas", "eps", "weight_decay", "step")}
+    for call in (
+        lambda: bmt_kernels.adam_step(state(), [grad], state(), state(), **ADAM),
+        lambda: bmt_kernels.adam8bit_step(
+            state(), [grad], state(torch.uint8), state(torch.uint8), state(), state(), **ADAM
+        ),
+        lambda: bmt_kernels.lamb_moments(state(), [grad], state(), state(), **lamb),
+    ):
+        with pytest.raises(TypeError, match=r"grads\[0\] is negated when it is read; pass it as \.resolve_neg"):
+            call()
+    for others in ([], [torch.ones(2, 2).t()], [torch.ones(2, 3).t()], [torch.ones(1, dtype=torch.float64)]):
+        assert bmt_kernels.has_inf_or_nan([grad, *others]) == 0
+        assert bmt_kernels.power_sum([grad, *others], 1).total == 3 + sum(other.sum() for other in others)
+        assert bmt_kernels.square_sums([grad, *others])[0] == 9
+
+
 def test_seeds_of_64_bits_are_independent():
     values = torch.full((4096,), 1 + 2**-9)  # one in four goes up: 62 % are equal
     results = [

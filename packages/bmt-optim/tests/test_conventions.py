@@ -254,6 +254,23 @@ def test_hooks_of_saving_see_what_is_saved_and_may_give_it_another_form(ctx, nam
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", CLASSES)
+def test_a_gradient_that_is_negated_when_it_is_read(ctx, name):
+    """As that of one imaginary part may be."""
+    params = [[nn.Parameter(torch.full((1, 1), 0.5))] for _ in range(2)]
+    optimizers = [made(name, each) for each in params]
+    for step in range(3):
+        grad = torch.full((1, 1), 1j * (step + 0.5)).conj().imag
+        assert grad.is_neg()
+        assert grad.is_contiguous()
+        for (param,), each in zip(params, (grad, grad.resolve_neg())):
+            param.grad = each
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(params[0][0], params[1][0])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_dtype_of_parameters_may_change(ctx, name):
     for first, then in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         params = [nn.Parameter(t.to(first)) for t in tensors(SHAPES)]

@@ -21,7 +21,7 @@ py::object pack_data(py::handle tensors, py::handle device, int device_type, int
   rows.reserve(static_cast<size_t>(items.size()));
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     View view;
-    if (!view_of(items[i], target, view)) return py::none();
+    if (!view_of(items[i], target, view, /*or_negated=*/true)) return py::none();  // signs do not matter
     if (view.numel != 0) rows.push_back({view.data, view.numel, view.dtype});
   }
   return to_bytes(rows);

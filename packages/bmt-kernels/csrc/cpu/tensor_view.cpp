@@ -111,8 +111,17 @@ static bool any_view_of(PyObject* object, const Target& target, View& view) {
   return view.numel == 0 || view.data != 0;  // otherwise a wrapper without storage of its own
 }
 
-bool view_of(PyObject* object, const Target& target, View& view) {
-  return any_view_of(object, target, view) && view.dtype != kBytes;
+static bool is_negated(PyObject* object) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const auto result = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(object, name, nullptr));
+  if (!result) PyErr_Clear();
+  return result.ptr() != Py_False;
+}
+
+bool view_of(PyObject* object, const Target& target, View& view, bool or_negated) {
+  if (!any_view_of(object, target, view) || view.dtype == kBytes) return false;
+  // What PyTorch negates when it is read is imaginary parts, which are contiguous only if there is one of them.
+  return or_negated || view.numel != 1 || !is_negated(object);
 }
 
 bool byte_view_of(PyObject* object, const Target& target, View& view) {

@@ -64,8 +64,9 @@ struct Target {
   int32_t index;
 };
 
-// Fills in a view of a contiguous floating-point tensor on the device; false if it is anything else.
-bool view_of(PyObject* object, const Target& target, View& view);
+// Fills in a view of a contiguous floating-point tensor on the device; false if it is anything else, or, unless
+// or_negated, its elements are negated when they are read (torch.Tensor.is_neg).
+bool view_of(PyObject* object, const Target& target, View& view, bool or_negated = false);
 
 // The same of a contiguous uint8 tensor; its view's dtype is kBytes.
 bool byte_view_of(PyObject* object, const Target& target, View& view);

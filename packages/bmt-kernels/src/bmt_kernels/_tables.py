@@ -53,14 +53,14 @@ def adam_table(
 
 
 def data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
-    """One row per non-empty tensor; None if a tensor is not contiguous or not in a dtype of the kernels.
+    """One row per non-empty tensor; None if one is not contiguous, negated or not in a dtype of the kernels.
 
     The tensors are on `device` and dense-layout floating point; `check_data` has seen to it.
     """
     rows = array("q")
     for tensor in tensors:
         code = _DTYPE_CODES.get(tensor.dtype)
-        if code is None or not tensor.is_contiguous():
+        if code is None or not tensor.is_contiguous() or tensor.is_neg():
             return None
         if tensor.shape.numel():
             rows.extend((_address("tensors", tensor), tensor.shape.numel(), code))

@@ -186,6 +186,6 @@ class Run:
         if lists is None:
             lists = batches[key] = RunLists(self.sharing)
         lists.locals.append(local)
-        lists.grads.append(grad.contiguous())
+        lists.grads.append(grad.contiguous().resolve_neg())
         lists.states.append(state)
         return lists

@@ -337,7 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grad = local_grad(logical.param)
         if grad is None:  # the shard is empty; see the note in bmt_optim.logical_params
             return torch.zeros(logical.where.local_shape, dtype=torch.float32, device=logical.param.device)
-        return grad.detach().contiguous()
+        return grad.detach().contiguous().resolve_neg()  # as the imaginary part of one number may be
 
     @on_local_tensors
     def zero_grad(self, set_to_none: bool = False) -> None:
