@@ -178,6 +178,15 @@ def test_runs_need_no_particular_order_of_parameters():
     assert relative_error(ours, reference, start) <= 1e-6
 
 
+def test_gradients_of_the_parts_of_a_complex_number_keep_their_signs():
+    flat = torch.zeros(2)
+    real, imaginary = (nn.Parameter(part) for part in flat.split(1))
+    (torch.complex(real, imaginary).conj() * (2 - 3j)).real.sum().backward()
+    assert imaginary.grad.is_neg()
+    AdamOptimizer([real, imaginary], lr=0.1).step()
+    assert torch.equal(flat.sign(), torch.tensor([-1.0, 1.0]))
+
+
 def test_parameters_and_gradients_of_any_strides():
     start = values(shapes=[(4, 3, 2, 2), (6, 5)])
     ours = [nn.Parameter(start[0].to(memory_format=torch.channels_last)), nn.Parameter(start[1].t().contiguous().t())]

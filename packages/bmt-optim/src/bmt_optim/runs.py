@@ -97,7 +97,7 @@ def flat_view(first: Tensor, numel: int) -> Tensor:
 def flat_over(tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: int) -> Tensor | None:
     """One flat view over ``tensors`` if they lie at ``offsets`` (in elements) from the first.
 
-    ``None`` if they do not, one is missing, or one has another dtype or is not contiguous.
+    ``None`` if they do not, one is missing, or one has another dtype, is not contiguous or is negated.
     """
     first = tensors[0]
     if first is None:
@@ -109,6 +109,8 @@ def flat_over(tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: i
         return None
     if dtypes.count(first.dtype) < len(dtypes):
         return None
+    if numel == len(there) and any(map(Tensor.is_neg, there)):
+        return None  # the parts of one complex number, of which PyTorch negates one when it is read
     storage = first.untyped_storage()
     if base + numel * itemsize > storage.data_ptr() + storage.nbytes():
         return None  # adjacent by chance, in another allocation
