@@ -123,6 +123,19 @@ def test_one_number_that_is_negated_when_it_is_read():
         assert bmt_kernels.square_sums([grad, *others])[0] == 9
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_upstream_gradient_that_is_negated_when_it_is_read(reduction):
+    """As that of the imaginary part of one number is."""
+    logits, target = torch.linspace(-1, 1, 4)[None], torch.tensor([1])
+    gradients = []
+    for function in (bmt_kernels.cross_entropy, torch.nn.functional.cross_entropy):
+        leaf = logits.clone().requires_grad_()
+        loss = function(leaf, target, reduction=reduction)
+        (torch.complex(torch.zeros_like(loss), loss).conj() * (2 + 3j)).real.sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.allclose(*gradients)
+
+
 def test_seeds_of_64_bits_are_independent():
     values = torch.full((4096,), 1 + 2**-9)  # one in four goes up: 62 % are equal
     results = [

@@ -179,7 +179,7 @@ def gradient(
         )
         return out.copy_(made)
     logits = _with_adjacent_columns(logits)
-    scale, normalizers = scale.contiguous(), normalizers.contiguous()
+    scale, normalizers = scale.contiguous().resolve_neg(), normalizers.contiguous()
     total = _total_weight(classes)
     kernels.module.cross_entropy_gradient(
         *kernels.where,
