@@ -249,7 +249,7 @@ def test_a_hang_is_ended_and_shows_every_stack(pytest_run: Callable[..., Run]) -
         def wait_for_nothing():
             time.sleep(1000)
 
-        @pytest.mark.ranks(2, init=False, timeout=1)
+        @pytest.mark.ranks(2, init=False, timeout=4)
         def test_hangs():
             wait_for_nothing()
         """
