@@ -140,6 +140,12 @@ def test_any_error_of_one_writer_is_raised_on_all(ctx: Any, tmp_path: Path, rank
 
 
 @pytest.mark.ranks(2, timeout=40)
+def test_any_error_of_rank_0_at_the_beginning_is_raised_on_all(ctx: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot be used for checkpoints: .*null byte"):
+        Checkpointer("a\0b")
+
+
+@pytest.mark.ranks(2, timeout=40)
 def test_any_error_of_one_reader_is_raised_on_all(ctx: Any, tmp_path: Path) -> None:
     """In ``bmt_zero.load`` of a directory, where each rank reads."""
 

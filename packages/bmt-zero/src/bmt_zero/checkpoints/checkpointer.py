@@ -108,7 +108,7 @@ class Checkpointer:
                     sync_to_disk(path.parent)
                 self._lock = DirectoryLock(self.directory)
                 clean_up(self.directory)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # the other ranks wait for the outcome
                 problem = f"{self.directory} cannot be used for checkpoints: {error}"
         problem = self._comm.broadcast(problem.encode()).decode()
         if problem:
