@@ -265,6 +265,32 @@ def test_an_error_of_the_disk_while_rank_0_reads_is_raised_on_all(ctx: Any, tmp_
             bmt_zero.load(model, path)
 
 
+@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_disk_on_one_rank_before_the_file_is_opened(
+    ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """It is raised on all ranks if rank 0 has it. Other ranks do not need to see a file that rank 0 reads."""
+    path = tmp_path / "m.pt"
+    bmt_zero.save(sharded(1), path)
+    stat = os.stat
+
+    def failing(each: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(each) == str(path):
+            raise OSError(5, "Input/output error", str(path))
+        return stat(each, *args, **options)
+
+    if ctx.rank == rank:
+        monkeypatch.setattr(os, "stat", failing)
+    model = sharded(2)
+    if rank == 0:
+        with pytest.raises(OSError, match="Input/output error"):
+            bmt_zero.load(model, path)
+    else:
+        bmt_zero.load(model, path)
+        same(model.state_dict(), sharded(1).state_dict())
+
+
 @pytest.mark.ranks(1, 2)
 @SUFFIX
 @pytest.mark.parametrize("non_blocking", [False, True])

@@ -185,7 +185,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     refuse_fsdp1(model)
     context = current_context()
     path = Path(file_name)
-    if context.world.broadcast_object(path.is_dir() or key_map is not None):
+    if context.world.broadcast_object(key_map is not None or _is_directory(path)):
         _load_parts(model, path, strict, key_map, context)
         return
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
@@ -196,6 +196,13 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         _fill(model, reading, strict, has_code, context.device)
     finally:
         reading.close()
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # no rank may raise alone; on rank 0, opening the file raises it again, on every rank
+        return False
 
 
 def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, device: torch.device) -> None:
