@@ -501,6 +501,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
         (["--resume", "--overwrite"], "choose one"),
         (["--pipe", "2", "--tp", "2"], "--pipe 2 × --tp 2 = 4 does not divide the number of ranks, 1"),
+        (["--tp", "2", "--step-size", "8"], "--pipe 1 × --tp 2 = 2 does not divide the number of ranks, 1"),
         (["--interleave", "2"], "--interleave 2 is for pipelines; pass --pipe"),
         (["--pipe", "2", "--interleave", "4"], "--layers 2 are too few for --pipe 2 × --interleave 4, which need 8"),
         (

@@ -219,10 +219,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compress and args.deterministic:
         parser.error("--compress rounds gradients on each number of ranks otherwise; leave --deterministic out")
     try:
-        if args.step_size is not None:
-            args.accumulation = accumulation_of(args)
         check_deterministic(args)
         check_pipeline(args)
+        if args.step_size is not None:
+            args.accumulation = accumulation_of(args)
     except UsageError as error:
         parser.error(str(error))
     return args
