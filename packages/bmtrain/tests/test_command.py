@@ -217,3 +217,5 @@ def test_a_checkpoint_is_converted(checkpoints, tmp_path, capsys):
     assert all(torch.equal(converted[name], wanted[name]) for name in wanted)
     assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 1
     assert "exists already" in capsys.readouterr().err
+    assert main(["convert", str(checkpoints), str(tmp_path / "y.pt")]) == 1
+    assert "is a folder of checkpoints; give one of them, such as" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .checksum import crc32
+from .directory import listed_steps, step_name
 from .headers import DamagedError, Entry, FileLayout, header_length, parse_head, parse_json, unreadable
 from .manifest import FileRecord, Manifest, is_file_name, read_small_file
 from .memory import view_of
@@ -287,6 +288,10 @@ def hugging_face_files(directory: Path) -> list[Path]:
         index = directory / f"{single.name}.index.json"
         if index.is_file():
             return [directory / name for name in _indexed_files(index, single.suffix)]
+    if steps := listed_steps(directory):
+        raise FileNotFoundError(
+            f"{directory} is a folder of checkpoints; give one of them, such as {directory / step_name(steps[-1])}"
+        )
     raise FileNotFoundError(
         f"{directory}: it is a folder with neither model.safetensors nor pytorch_model.bin in it, nor the index of one"
     )
