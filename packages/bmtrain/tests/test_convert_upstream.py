@@ -130,6 +130,8 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
     target = tmp_path / "ours.pt"
     for message, *arguments in [
         ("there is no checkpoint file", "missing.pt"),
+        ("there is no checkpoint file or directory", "missing.pt", "--model", "model.pt"),
+        ("there is no checkpoint file or directory", "missing.pt", "gone.pt"),
         ("there is no file", "optimizer.pt", "missing.pt"),
         ("damaged.pt", "damaged.pt"),
         ("give the checkpoint of the model", "optimizer.pt"),
@@ -146,6 +148,9 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert convert(*paths[:at], target, *paths[at:]) == 1
         assert message in capsys.readouterr().err
         assert not target.exists()
+    nowhere = tmp_path / "no" / "ours.pt"
+    assert convert(tmp_path / "optimizer.pt", nowhere, "--model", tmp_path / "model.pt") == 1
+    assert "there is no directory" in capsys.readouterr().err
     target.write_bytes(b"kept")
     assert convert(tmp_path / "optimizer.pt", target, "--model", tmp_path / "model.pt") == 1
     assert "exists already" in capsys.readouterr().err

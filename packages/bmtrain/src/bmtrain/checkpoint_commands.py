@@ -44,6 +44,9 @@ def run_convert(options: argparse.Namespace) -> int:
         if any(is_optimizer_file(path) for path in options.sources):
             convert_upstream(options.sources, options.target, model=options.model)
             return 0
+        for path in options.sources:
+            if not path.exists():
+                raise FileNotFoundError(f"there is no checkpoint file or directory {path}")
         if options.model is not None:
             raise ValueError(f"--model is for the state of an optimizer, and {options.sources[0]} holds weights")
         if len(options.sources) > 1:

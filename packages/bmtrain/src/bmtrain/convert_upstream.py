@@ -39,12 +39,14 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
 
     Raises:
         FileExistsError: ``target`` exists.
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: a file, or the folder of ``target``, is missing.
         ValueError: a file is damaged or is something else; or the state does not fit the model, or was saved with
             tensor parallelism: load that in a job with the same layout, which takes it as it is.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another target, or remove it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {target.parent}")
     for path in (*sources, *([] if model is None else [model])):
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
