@@ -1,6 +1,7 @@
 """save_optimizer: gathered, in the background, and refused on every rank or on none."""
 
 import copy
+import os
 import threading
 
 import pytest
@@ -153,3 +154,18 @@ def test_one_process_needs_no_context(tmp_path):
     optimizer = AdamOptimizer(params, **OPTIONS)
     assert save_optimizer(optimizer, tmp_path / "optimizer.pt").done()
     assert_same_state(torch.load(tmp_path / "optimizer.pt", weights_only=True), optimizer.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_symbolic_links_stay_and_devices_are_no_files(ctx, tmp_path):
+    optimizer = AdamOptimizer([torch.nn.Parameter(torch.ones(3))])
+    folder = tmp_path / str(ctx.rank)
+    folder.mkdir()
+    (folder / "link.pt").symlink_to("target.pt")
+    os.mkfifo(folder / "pipe")
+    save_optimizer(optimizer, folder / "link.pt")
+    with pytest.raises(RuntimeError, match="it is no regular file"):
+        save_optimizer(optimizer, folder / "pipe")
+    assert (folder / "link.pt").is_symlink()
+    assert (folder / "pipe").is_fifo()
+    assert (folder / "target.pt").exists() == (ctx.rank == 0)

@@ -50,7 +50,7 @@ def save_optimizer(
         RuntimeError: a rank cannot write its file (on every rank; a failure in the background is the
             future's exception, and logged).
     """
-    path = Path(file_name)
+    path = Path(os.path.realpath(file_name))  # a symbolic link stays one
     for each in optimizer.optimizers if isinstance(optimizer, OptimManager) else [optimizer]:
         # A manager may have optimizers whose state needs no gathering.
         has_parts = any(is_dtensor(param) for group in each.param_groups for param in group["params"])
@@ -61,9 +61,7 @@ def save_optimizer(
             )
     writes = keeps_gathered_state()
     obstacle = _obstacle(path) if writes else None
-    reports = _from_all_ranks(
-        (os.path.abspath(path) if writes else None, obstacle and f"cannot write {path}: {obstacle}")
-    )
+    reports = _from_all_ranks((str(path) if writes else None, obstacle and f"cannot write {path}: {obstacle}"))
     _raise_first(path, [problem for _, problem in reports])
     targets = [target for target, _ in reports if target is not None]
     for target in targets:
@@ -120,7 +118,9 @@ def _obstacle(path: Path) -> str | None:
     try:
         if not path.parent.is_dir():
             return f"there is no folder {path.parent}"
-        return "it is a folder" if path.is_dir() else None
+        if path.is_dir():
+            return "it is a folder"
+        return "it is no regular file" if path.exists() and not path.is_file() else None
     except OSError as error:  # such as a folder without read permission
         return str(error)
 
