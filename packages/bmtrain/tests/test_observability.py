@@ -93,6 +93,20 @@ def test_further_numbers_may_be_tensors(ctx, tmp_path):
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["grad_norm"] == 2.5
 
 
+@pytest.mark.ranks(2)
+def test_a_run_that_goes_on_counts_its_steps_from_where_it_was(ctx, tmp_path):
+    path, checkpointer = tmp_path / "metrics.jsonl", bmt.Checkpointer(tmp_path / "checkpoints")
+    for _ in range(2):
+        with bmt.TrainingMetrics([bmt.JsonLines(path)], every=2) as metrics:
+            checkpointer.load_latest(metrics=metrics)
+            for _ in range(3):
+                metrics.step(1.0, tokens=8, skipped=metrics.steps == 1)
+            checkpointer.save(metrics.steps, metrics=metrics)
+    checkpointer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["overflows"]) for line in lines] == [(2, 1), (4, 1), (6, 1)]
+
+
 @pytest.mark.ranks(1)
 def test_the_loss_of_a_skipped_step_does_not_count(ctx, tmp_path):
     with bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "metrics.jsonl")], every=2) as metrics:

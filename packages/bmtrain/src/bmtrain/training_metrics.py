@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +50,8 @@ class TrainingMetrics:
     - ``mfu``: model FLOPs utilization, from 0 to 1, if ``flops_per_token`` and ``peak_flops`` are given.
 
     Between records, nothing synchronizes with the device and nothing is communicated. All ranks must make one, and call
-    :meth:`step` equally often. If a sink of this module cannot be opened, all ranks raise.
+    :meth:`step` equally often. If a sink of this module cannot be opened, all ranks raise. Save it with a checkpoint
+    (``checkpointer.save(step, metrics=metrics, ...)``), or the steps of a resumed run begin at 1 again.
 
     Args:
         sinks: where records go.
@@ -126,6 +127,14 @@ class TrainingMetrics:
             sink.write(self.steps, record)
         self._begin()
         return record
+
+    def state_dict(self) -> dict[str, int]:
+        """The numbers of steps and of skipped steps, the same on every rank: a run that is resumed counts on."""
+        return {"steps": self.steps, "overflows": self.overflows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.steps, self.overflows = int(state["steps"]), int(state["overflows"])
 
     def close(self) -> None:
         """Close the sinks."""
