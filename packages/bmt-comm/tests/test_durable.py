@@ -91,3 +91,15 @@ def test_what_a_killed_process_has_left_goes_with_the_next_file(tmp_path: Path) 
             writer.kill()
             writer.wait()
             writer.stdout.close()
+
+
+def test_two_writers_of_one_file_do_not_write_to_the_same_temporary_file(tmp_path: Path) -> None:
+    """Jobs in containers may have the same process number."""
+    path = tmp_path / "file"
+    with complete_file(path) as part:
+        part.write_text("first")
+        with complete_file(path) as other:
+            other.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["file"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def complete_file(path: Path) -> Iterator[Path]:
     have left of ``path`` is removed first.
     """
     _remove_left_parts(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Not the process number alone: jobs in containers often have the same one, and would write to one file.
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         with open(part, "wb") as held:
             _lock(held.fileno())  # others see that its process lives
@@ -38,7 +40,7 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 def _remove_left_parts(path: Path) -> None:
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        if not left.name[len(path.name) + 2 : -5].isdecimal():  # of a file of another name
+        if "." in left.name[len(path.name) + 2 : -len(".part")]:  # of a file of another name
             continue
         with contextlib.suppress(OSError), open(left, "rb") as file:
             if _lock(file.fileno()):
