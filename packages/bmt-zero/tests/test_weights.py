@@ -411,6 +411,18 @@ def test_any_form_converts_into_any_other(files: str, form: str, tmp_path: Path)
         convert(tmp_path / "nothing", tmp_path / "y.pt")
 
 
+@pytest.mark.ranks(2, pipe_size=2)
+def test_a_converted_checkpoint_of_a_pipeline_has_nothing_of_its_optimizers(ctx: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=plain())
+    checkpointer.close()
+    if ctx.rank == 0:
+        assert list((tmp_path / "c" / "step-00000001").glob("trainer-stage-*.json"))
+        convert(tmp_path / "c" / "step-00000001", tmp_path / "x")
+        names = sorted(path.name for path in (tmp_path / "x").iterdir())
+        assert names == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+
+
 def test_conversion_takes_little_memory_and_says_how_far_it_is(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c")
     checkpointer.save(1, model=nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(3)]))

@@ -32,6 +32,7 @@ from .writer import write_small_file
 _Report = Callable[[int, int], None]
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".md")
 _NOT_CARRIED = (NAME, trainer_state.FILE, EXTRA_STATE)
+_OF_TRAINING = ("state-", trainer_state.STAGE_FILES)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -173,7 +174,7 @@ class _Reading:
 def _is_carried(path: Path) -> bool:
     if not path.is_file() or not is_file_name(path.name) or path.name in _NOT_CARRIED:
         return False
-    return path.suffix in _CARRIED and not path.name.startswith("state-") and ".index." not in path.name
+    return path.suffix in _CARRIED and not path.name.startswith(_OF_TRAINING) and ".index." not in path.name
 
 
 @contextmanager
