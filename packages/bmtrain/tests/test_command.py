@@ -208,6 +208,26 @@ def test_checkpoints_are_listed_and_verified(checkpoints, capsys):
     assert "is no checkpoint, and holds none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["trainer.json", "model-00001-of-00001.safetensors"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(checkpoints, capsys, monkeypatch, name):
+    open_file, os_open = open, os.open
+
+    def failing(opens):
+        def call(path, *args, **options):
+            if str(path).endswith(f"step-00000002/{name}"):
+                raise OSError(5, "Input/output error", str(path))
+            return opens(path, *args, **options)
+
+        return call
+
+    monkeypatch.setattr("builtins.open", failing(open_file))
+    monkeypatch.setattr(os, "open", failing(os_open))
+    assert main(["checkpoint", "verify", str(checkpoints)]) == 1
+    out = capsys.readouterr().out
+    assert "DAMAGED" not in out
+    assert "step-00000002  CANNOT BE READ NOW: [Errno 5] Input/output error" in out
+
+
 def test_a_checkpoint_is_converted(checkpoints, tmp_path, capsys):
     assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 0
     torch.manual_seed(2)

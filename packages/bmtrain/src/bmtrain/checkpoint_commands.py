@@ -31,7 +31,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "checkpoint",
         help="list checkpoints, or verify that none of their bytes has changed",
         description="List the checkpoints in a directory, or read them and compare their checksums. The exit status "
-        "is 1 if one is damaged.",
+        "is 1 if one is damaged or cannot be read.",
     )
     parser.add_argument("action", choices=("ls", "verify"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="a directory of checkpoints, or one checkpoint")
@@ -79,7 +79,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
                 with progress(f"reading {path}") as report:
                     verify(path, report)
             except (OSError, ValueError) as error:
-                facts["problem"] = str(error)
+                facts["problem"], facts["is_damaged"] = str(error), not isinstance(error, OSError)
         status = status or int(facts["problem"] is not None)
         print(json.dumps(facts) if options.json else _line(path, facts, options.action))
     return status
@@ -87,7 +87,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
 
 def _line(path: Path, facts: dict[str, object], action: str) -> str:
     if facts["problem"] is not None:
-        return f"{path}  DAMAGED: {facts['problem']}"
+        return f"{path}  {'DAMAGED' if facts['is_damaged'] else 'CANNOT BE READ NOW'}: {facts['problem']}"
     layout = facts["layout"]
     shown = ", ".join(f"{key} {value}" for key, value in layout.items()) if isinstance(layout, dict) else "unknown"
     checked = "every byte as it was written" if action == "verify" else "complete"

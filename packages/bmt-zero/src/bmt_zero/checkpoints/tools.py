@@ -52,17 +52,19 @@ def find_checkpoints(path: Path) -> list[Path]:
 def describe(checkpoint: Path) -> dict[str, Any]:
     """The step, bytes and layout of a checkpoint, and its position in the order of saves.
 
-    ``problem`` says why it is incomplete, damaged or unreadable, or is ``None``.
+    ``problem`` says why it is incomplete, damaged or unreadable, or is ``None``. ``is_damaged`` is false if it may be
+    intact, because a file cannot be read now.
     """
     try:
         manifest = read_manifest(checkpoint)
         path = checkpoint / trainer_state.FILE
         trainer = parse_json(path, read_small_file(path))
     except (DamagedError, OSError) as error:
-        return {"path": str(checkpoint), "problem": str(error)}
+        return {"path": str(checkpoint), "problem": str(error), "is_damaged": not isinstance(error, OSError)}
     return {
         "path": str(checkpoint),
         "problem": None,
+        "is_damaged": False,
         "step": manifest.step,
         "order": manifest.order,
         "bytes": sum(record.size for record in manifest.files.values()),
