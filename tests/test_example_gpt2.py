@@ -521,6 +521,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--compress", "int8", "--deterministic"], "leave --deterministic out"),
         (["--experts", "1"], "num_experts=1 must be at least 2"),
         (["--experts", "6", "--tp", "4"], "--experts 6 is no multiple of --tp 4"),
+        (["--clip", "0"], "--clip 0 would make all gradients 0"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):

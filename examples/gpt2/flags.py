@@ -178,6 +178,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--loss-scale {args.loss_scale} must be at least 1")
     if args.timeout <= 0:
         parser.error(f"--timeout {args.timeout} must be above 0")
+    if args.clip == 0:
+        parser.error("--clip 0 would make all gradients 0; for no clipping use a large number")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here; leave the flag out, or install a CUDA build of PyTorch")
     if args.epochs is not None and not args.epochs > 0:

@@ -481,6 +481,17 @@ def test_dtypes_that_adam_cannot_train_are_refused_and_leave_no_group_behind():
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_given_twice_is_refused():
+    params = separate(values())
+    with pytest.raises(ValueError, match="a parameter is in the group twice"):
+        AdamOptimizer([*params, params[0]])
+    optimizer, again = AdamOptimizer(params), nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="a parameter is in the group twice"):
+        optimizer.add_param_group({"params": [again, again]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_sparse_gradients_are_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

@@ -128,6 +128,14 @@ def test_tensor_parallel_ranks_are_one_replica(ctx):
 
 
 @pytest.mark.ranks(1)
+def test_a_scheduler_whose_step_needs_a_metric_is_refused(ctx):
+    manager, optimizer = OptimManager(), torch.optim.SGD([param(1.0)], lr=0.1)
+    with pytest.raises(ValueError, match="a step of ReduceLROnPlateau needs a metric"):
+        manager.add_optimizer(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert not manager.optimizers
+
+
+@pytest.mark.ranks(1)
 def test_zero_grad_keeps_the_gradients(ctx):
     a, b = param(1.0), param(2.0)
     manager = OptimManager()

@@ -203,6 +203,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self.check_options(group)
         check_conventions({name: group[name] for name in ("capturable", "differentiable") if name in group})
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise ValueError("params: a parameter is in the group twice, and each step would change it twice")
         for param in group["params"]:
             if param.dtype is not torch.float32 and param.dtype not in HALF:
                 raise TypeError(

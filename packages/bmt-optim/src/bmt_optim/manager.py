@@ -171,8 +171,13 @@ class OptimManager:
 
         Raises:
             TypeError: parameters are sharded, and this optimizer would be wrong, or is not known to be right.
-            ValueError: it cannot be converted as it is.
+            ValueError: it cannot be converted as it is, or :meth:`step` cannot step the scheduler.
         """
+        if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "lr_scheduler: a step of ReduceLROnPlateau needs a metric; leave it out, and call its step(metric) "
+                "where the metric is known"
+            )
         optimizer = distributed_where_needed(optimizer, elementwise)
         self.optimizers.append(optimizer)
         self._inferred_grad_scale = None
