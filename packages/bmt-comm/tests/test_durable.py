@@ -103,3 +103,21 @@ def test_two_writers_of_one_file_do_not_write_to_the_same_temporary_file(tmp_pat
         assert path.read_text() == "second"
     assert path.read_text() == "first"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_is_on_its_way_to_the_disk_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fsync = tmp_path / "file", os.fsync
+    backup = tmp_path / ".file.backup.part"
+    backup.write_text("the user's")
+
+    def another_writes(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        with complete_file(path) as other:
+            other.write_text("second")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", another_writes)
+    with complete_file(path) as part:
+        part.write_text("first")
+    assert path.read_text() == "first"
+    assert set(os.listdir(tmp_path)) == {path.name, backup.name}

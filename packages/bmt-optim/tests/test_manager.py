@@ -581,6 +581,22 @@ def test_hooks_of_optimizers_may_give_their_states_another_form(ctx, cls):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, AdamOptimizer])
+def test_a_hook_for_one_load_is_called_in_the_load(ctx, cls):
+    manager, optimizer = OptimManager(), cls([param(1.0)], lr=0.1)
+    manager.add_optimizer(optimizer)
+
+    def halved(_, state_dict):
+        handle.remove()
+        state_dict["param_groups"][0]["lr"] /= 2
+
+    handle = optimizer.register_load_state_dict_pre_hook(halved)
+    state = copy.deepcopy(manager.state_dict())
+    manager.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.ranks(1)
 def test_a_state_that_does_not_fit_loads_nothing(ctx):
     source, params = build()
     run(source, params, range(4))

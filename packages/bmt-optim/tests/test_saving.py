@@ -156,6 +156,16 @@ def test_one_process_needs_no_context(tmp_path):
     assert_same_state(torch.load(tmp_path / "optimizer.pt", weights_only=True), optimizer.state_dict())
 
 
+def test_a_form_that_a_hook_gives_is_written(tmp_path):
+    optimizer, added = AdamOptimizer([nn.Parameter(torch.ones(3))], **OPTIONS), torch.ones(2)
+    optimizer.register_state_dict_post_hook(lambda _, state: {"state": {"added": added}, "all": state})
+    save_optimizer(optimizer, tmp_path / "optimizer.pt")
+    added.zero_()
+    saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert saved["state"]["added"].tolist() == [1.0, 1.0]
+    assert saved["all"].keys() == {"state", "param_groups"}
+
+
 @pytest.mark.ranks(2)
 def test_symbolic_links_stay_and_devices_are_no_files(ctx, tmp_path):
     optimizer = AdamOptimizer([torch.nn.Parameter(torch.ones(3))])

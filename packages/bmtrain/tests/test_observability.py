@@ -108,6 +108,21 @@ def test_a_run_that_goes_on_counts_its_steps_from_where_it_was(ctx, tmp_path):
 
 
 @pytest.mark.ranks(1)
+def test_steps_that_are_undone_do_not_count(ctx, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with bmt.TrainingMetrics([bmt.JsonLines(path)], every=3) as metrics:
+        for _ in range(3):
+            metrics.step(1.0, tokens=8)
+        state = metrics.state_dict()
+        metrics.step(math.nan, tokens=8)
+        metrics.load_state_dict(state)
+        for _ in range(3):
+            metrics.step(2.0, tokens=8)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(3, 1.0), (6, 2.0)]
+
+
+@pytest.mark.ranks(1)
 def test_the_loss_of_a_skipped_step_does_not_count(ctx, tmp_path):
     with bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "metrics.jsonl")], every=2) as metrics:
         for loss in (1.0, math.nan, math.nan, math.inf):

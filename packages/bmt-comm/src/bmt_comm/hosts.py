@@ -249,6 +249,10 @@ class HostsCollectives:
         for within in (self._within, self._within_later):
             within.fail(error)
 
+    def _told(self) -> str:
+        """What a rank was refused, if that may be why the collective of ``waits_for`` has failed."""
+        return "" if self._refusals is None else self._refusals.told(self.waits_for)
+
     def _later(self, operation: Operation, finish: Callable[[], None], keep: object) -> Work:
         """A collective that has begun; ``finish`` is its second part."""
         self._order.check()
@@ -264,8 +268,9 @@ class HostsCollectives:
                     self._unfinished.popleft()
             except BaseException as error:
                 self.fail(error)  # an interrupted second part cannot be begun again
-                if self._why and isinstance(error, RuntimeError):
-                    raise RuntimeError(self._why) from error
+                why = self._why or self._told() if isinstance(error, RuntimeError) else ""
+                if why:
+                    raise RuntimeError(why) from error
                 raise
             finally:
                 self.waits_for = 0

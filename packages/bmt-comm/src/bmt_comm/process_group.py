@@ -472,7 +472,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             return method(*arguments)
         try:
             work = method(*arguments)
-        except Exception as error:
+        except BaseException as error:
             self.notify(f"{kind} which raises {type(error).__name__}")
             raise
         if self.shares_memory:  # over hosts, ranks that wait for this one end when its wait over gloo does

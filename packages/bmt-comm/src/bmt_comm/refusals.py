@@ -6,7 +6,6 @@ of the collective into the store of the group instead. A thread of each other ra
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from typing import Protocol
@@ -48,6 +47,17 @@ class Refusals:
         text = f"rank {self._rank} is at operation {operation.number}, {operation.name.decode()}"
         self._store.set(_key(operation.number), text)
 
+    def told(self, number: int) -> str:
+        """What a rank has told of collective ``number``; "" if none has, or the store does not answer in a second.
+
+        Another rank of this host may have looked earlier, and have ended the wait of this rank by leaving.
+        """
+        found: list[str | None] = []
+        thread = threading.Thread(target=lambda: found.append(_told(self._store, number)), daemon=True)
+        thread.start()
+        thread.join(_SECONDS)
+        return (found[0] if found else None) or ""
+
     def leave(self) -> None:
         """End the thread."""
         self._left.set()
@@ -67,9 +77,19 @@ def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Ev
             return
         number = collectives.waits_for
         if number and number == before:
-            with contextlib.suppress(RuntimeError):  # the store has gone: its host ends
-                if store.check([_key(number)]):
-                    collectives.stop(store.get(_key(number)).decode())
-                    return
+            text = _told(store, number)
+            if text is None:
+                return
+            if text:
+                collectives.stop(text)
+                return
         before = number
         del collectives
+
+
+def _told(store: dist.Store, number: int) -> str | None:
+    """What is in the store of collective ``number``; "": nothing; None: the store has gone with its host."""
+    try:
+        return store.get(_key(number)).decode() if store.check([_key(number)]) else ""
+    except RuntimeError:
+        return None

@@ -38,6 +38,7 @@ from .runs import local_grad, on_local_tensors, zero_grads
 from .state_dict import (
     LAYERS,
     before_loading,
+    check_before_loading,
     gather_state,
     match_groups,
     saved_layers,
@@ -372,8 +373,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather: unshard the tensors, on the CPU, one at a time. A collective over the ranks that share
                 parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is empty.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
         state_dict = self._own_state_dict(gather)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
@@ -381,7 +380,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def _own_state_dict(self, gather: bool) -> dict[str, Any]:
-        """:meth:`state_dict` before its hooks, which may give it any other form."""
+        """:meth:`state_dict` before its post hooks, which may give it any other form."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         asks = "torch.distributed.checkpoint.state_dict"
         if not gather and is_called_from(asks) and any(_is_our_shard(param) for param in self._params()):
             raise RuntimeError(
@@ -430,7 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""
-        self._parse(before_loading(self, state_dict))
+        check_before_loading(self, state_dict, self._parse)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

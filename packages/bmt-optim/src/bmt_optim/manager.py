@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -31,7 +32,7 @@ from .distributed import DistributedOptimizer, begin_steps, steps_with_others
 from .engine import Step, advance, run
 from .exchange import Communication
 from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
-from .state_dict import before_loading, match_groups
+from .state_dict import check_before_loading, match_groups
 from .upstream_state import from_upstream, is_upstream
 
 _log = logging.getLogger(__name__)
@@ -607,7 +608,8 @@ class OptimManager:
                 if check is not None:
                     check(saved)
                 else:
-                    match_groups(optimizer, before_loading(optimizer, saved), allow_empty=True)
+                    match = functools.partial(match_groups, optimizer, allow_empty=True)
+                    check_before_loading(optimizer, saved, match)
             except ValueError as error:
                 raise ValueError(f"optimizer {index}: {error}") from None
         self.check_trainer_state(state_dict)

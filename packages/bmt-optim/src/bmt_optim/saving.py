@@ -91,15 +91,18 @@ def save_optimizer(
 def _detached(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """The gathered state. It shares no memory with the training."""
     if not isinstance(optimizer, OptimManager):
-        return {**state, "param_groups": _copied(state["param_groups"])}
+        return _detached_state(optimizer, state)
     pairs = zip(optimizer.optimizers, state["optimizers"])
     return {
         **{key: _copied(value) for key, value in state.items() if key != "optimizers"},
-        "optimizers": [
-            {key: value if key == "state" and gathers(each) else _copied(value) for key, value in saved.items()}
-            for each, saved in pairs
-        ],
+        "optimizers": [_detached_state(each, saved) for each, saved in pairs],
     }
+
+
+def _detached_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)  # which may have added tensors
+    is_detached = gathers(optimizer) and not hooks
+    return {key: value if key == "state" and is_detached else _copied(value) for key, value in state.items()}
 
 
 def _copied(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,21 @@ def before_loading(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         changed = hook(optimizer, given)
         given = given if changed is None else changed
     return given
+
+
+def check_before_loading(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], check: Callable[[Mapping[str, Any]], object]
+) -> None:
+    """Call ``check`` with ``state_dict``, or, if that raises, with what the hooks before loading make of it.
+
+    Hooks are called only where they are needed: a hook may be for one load.
+    """
+    try:
+        check(state_dict)
+    except ValueError:
+        if not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
+            raise
+        check(before_loading(optimizer, state_dict))
 
 
 def _copied(value: Any) -> Any:

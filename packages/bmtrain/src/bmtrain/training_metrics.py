@@ -133,8 +133,9 @@ class TrainingMetrics:
         return {"steps": self.steps, "overflows": self.overflows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned. Steps that no record has do not count any more."""
         self.steps, self.overflows = int(state["steps"]), int(state["overflows"])
+        self._begin()
 
     def close(self) -> None:
         """Close the sinks."""
