@@ -19,7 +19,9 @@ def waiting(number: int, name: str = "all_reduce", peers: tuple[int, ...] = (0, 
     }
 
 
-def status(count: int, *waits: Any, names: dict[str, str] | None = None, raised: str = "", key: str = "g") -> Any:
+def status(
+    count: int, *waits: Any, names: dict[str, str] | None = None, raised: str = "", key: str = "g", error: str = ""
+) -> Any:
     return {
         "waiting": list(waits),
         "groups": {key: (count, names or {})},
@@ -28,6 +30,7 @@ def status(count: int, *waits: Any, names: dict[str, str] | None = None, raised:
         "line": "train.py:3 in f",
         "stack": "the stack\n",
         "raised": raised,
+        "error": error,
     }
 
 
@@ -73,6 +76,6 @@ def test_ranks_that_have_ended_raised_or_do_not_answer():
     assert "rank 1: has ended" in describe("why", statuses, {1: "ended"}, 3)
     assert "rank 1: does not answer; it is stopped" in describe("why", statuses, {1: "stopped"}, 3)
     assert "rank 1: does not answer; it may be in native code" in describe("why", statuses, {1: "alive"}, 3)
-    statuses[1] = status(3, raised="Traceback\nValueError: no\n")
+    statuses[1] = status(3, raised="Traceback\nValueError: no\n", error="ValueError: no")
     assert culprits(statuses, {}, 3) == [1]
     assert describe("why", statuses, {}, 3).splitlines()[1] == "  rank 1: raised ValueError: no"

@@ -55,6 +55,7 @@ class OneOfMany(watch.Watch):
             "line": f"train.py:{30 if late else 5} in {'load' if late else 'step'}",
             "stack": "a line of the stack\n" * 100,
             "raised": "",
+            "error": "",
         }
 
 
@@ -149,12 +150,13 @@ def test_ranks_that_wait_for_different_operations_are_found_by_one_request(ranks
     )
 
 
-def run_script(folder: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a folder, where it is called script.py, with more environment variables."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text))
     env = {**os.environ, **variables}
-    return subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, script, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
 
 
 UNWRITTEN = """
@@ -180,6 +182,34 @@ def test_a_rank_ends_though_its_report_and_its_waits_fail(tmp_path):
     assert done.returncode == 1
     assert "the report of rank 0 could not be written: on purpose" in done.stderr
     assert "rank 0 is ended" in done.stderr
+
+
+RAISES = """
+    import sys
+    import torch.distributed as dist
+    from bmt_comm import watch
+    from bmt_comm.startup import Peer
+
+    made = watch.Watch(dist.HashStore(), 0, 1, {0: Peer.here()}, 600.0, lambda message: None)
+    error = eval(sys.argv[1])
+    if hasattr(error, "add_note"):
+        error.add_note("a note")
+    raise error
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ValueError('the cause:\\n  3 rows\\n\\nset DEBUG=1')", "ValueError: the cause:"),
+        ("SyntaxError('the cause', ('a.py', 1, 1, 'x y'))", "SyntaxError: the cause"),
+    ],
+)
+def test_an_exception_of_several_lines_or_with_notes_is_named_by_its_first_line(tmp_path, error, said):
+    assert run_script(tmp_path, RAISES, error, BMT_FAULT_DIR=str(tmp_path)).returncode == 1
+    lines = next(tmp_path.glob("bmt-fault-rank0-*.txt")).read_text().splitlines()
+    assert lines[0] == f"rank 0 raised {said}"
+    assert f"  rank 0: raised {said}" in lines
 
 
 PRINTING = """
