@@ -79,3 +79,8 @@ def test_ranks_that_have_ended_raised_or_do_not_answer():
     statuses[1] = status(3, raised="Traceback\nValueError: no\n", error="ValueError: no")
     assert culprits(statuses, {}, 3) == [1]
     assert describe("why", statuses, {}, 3).splitlines()[1] == "  rank 1: raised ValueError: no"
+
+
+def test_a_message_that_quotes_what_is_not_unicode_can_be_written_to_the_store():
+    said = describe("no file b\udce4.txt", {0: status(3), 1: status(3)}, {}, 2)
+    assert said.encode().startswith(b"no file b\\udce4.txt\n")

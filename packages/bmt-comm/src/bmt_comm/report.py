@@ -96,7 +96,8 @@ def describe(reason: str, statuses: Mapping[int, Status], processes: Mapping[int
         if status is not None:
             title = "Traceback" if status["raised"] else "Python stack"
             lines.append(f"{title} of rank {rank}:\n{(status['raised'] or status['stack']).rstrip()}")
-    return "\n".join(lines)
+    # Names of files may be in exceptions, and need not be Unicode; the store takes nothing else.
+    return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def _where(status: Status | None, process: str) -> str:
