@@ -184,6 +184,11 @@ def test_a_rank_ends_though_its_report_and_its_waits_fail(tmp_path):
     assert "rank 0 is ended" in done.stderr
 
 
+def test_a_rank_ends_though_nobody_reads_its_stderr(tmp_path):
+    broken = UNWRITTEN.replace("watch.write_record = fail", "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 2)")
+    assert run_script(tmp_path, broken, BMT_FAULT_DIR=str(tmp_path)).returncode == 1
+
+
 RAISES = """
     import sys
     import torch.distributed as dist

@@ -292,9 +292,11 @@ class Watch:
         if self._printing.acquire(timeout=_ANSWER) and self._delivered.is_set():
             self._printing.release()
             return
-        sys.stderr.write(f"{message}\nrank {self.rank} is ended\n")
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            sys.stderr.write(f"{message}\nrank {self.rank} is ended\n")
+            sys.stderr.flush()
+        finally:  # stderr may be a pipe that nobody reads any more
+            os._exit(1)
 
     def _report(self, patience: float) -> str:
         """Read the statuses of all ranks and write the message; "" if the store is lost."""
