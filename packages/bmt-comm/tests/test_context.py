@@ -238,6 +238,18 @@ def test_a_rank_that_ends_or_does_not_come_at_the_start_is_named(tmp_path, how, 
             process.stdout.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names and states of processes are in /proc")
+def test_a_process_may_have_a_name_that_is_cut_within_a_character():
+    script = """
+        import ctypes
+        ctypes.CDLL(None).prctl(15, "训练模型的程序".encode()[:14])
+        from bmt_comm.startup import Peer
+        print(Peer.here().state())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "alive\n", done.stderr
+
+
 @contextlib.contextmanager
 def three_ranks(text, folder):
     """The processes of a script, started without a launcher with a rank and a free port as arguments."""

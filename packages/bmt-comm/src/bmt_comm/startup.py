@@ -86,7 +86,8 @@ def _first_line(path: str) -> str:
 def _stat(process: int) -> tuple[str, str]:
     """The state of a process and when it started; two empty strings if there is none."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # The name of a process, in parentheses, may be cut within a character.
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return "", ""
     return fields[0], fields[19]
