@@ -138,6 +138,17 @@ def test_the_loss_of_a_skipped_step_does_not_count(ctx, tmp_path):
     assert [json.loads(line, parse_constant=refuse)["loss"] for line in lines] == [1.0, None]
 
 
+@pytest.mark.ranks(1)
+def test_a_script_may_add_up_losses_in_the_same_tensor(ctx):
+    loss = torch.zeros(())
+    with bmt.TrainingMetrics(every=2) as metrics:
+        for value in (2.0, 4.0):
+            loss.zero_().add_(value)
+            record = metrics.step(loss, tokens=1)
+    assert record is not None
+    assert record["loss"] == 3.0
+
+
 @pytest.mark.ranks(2)
 def test_metrics_are_of_all_ranks_and_go_to_rank_0_sinks(ctx, tmp_path):
     seen = []

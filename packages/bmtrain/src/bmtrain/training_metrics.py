@@ -118,7 +118,7 @@ class TrainingMetrics:
         if not skipped:
             if not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-            self._losses.append(loss.detach())
+            self._losses.append(loss.detach().clone())  # the script may add the next losses to it
         if self.steps % self.every:
             return None
         record = self._record()
