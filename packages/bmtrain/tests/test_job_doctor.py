@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import bmt_comm
 from bmtrain import job_doctor
 
 
@@ -102,6 +103,20 @@ def test_a_rank_says_that_it_does_not_reach_rank_0(address, said):
     assert "rank 1:\n  failed   addresses: " in output
     assert said in output
     assert "what to do: " in output
+
+
+def test_devices_that_differ_between_ranks_are_a_failed_check(monkeypatch):
+    said = "ranks call init_distributed() with different arguments: device is cuda on rank 0, cpu on rank 1"
+
+    def differ(**arguments):
+        raise ValueError(said)
+
+    monkeypatch.setattr(bmt_comm, "init_distributed", differ)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    *_, check = job_doctor.run_job_checks()
+    assert (check.name, check.status, check.detail) == ("rendezvous", "failed", said)
 
 
 def test_a_rank_may_come_before_rank_0_without_torchrun():

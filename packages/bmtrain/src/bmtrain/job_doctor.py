@@ -67,6 +67,10 @@ def run_job_checks(timeout: float = 60.0) -> Iterable[Check]:
         advice = "start the same number of processes on every host, within this time; open the port between the hosts"
         yield Check("rendezvous", "failed", str(error).splitlines()[0], advice)
         return
+    except ValueError as error:  # the devices are fewer than the processes, or other ones than on other ranks
+        advice = "look at the drivers, at CUDA_VISIBLE_DEVICES and at the number of processes of every host"
+        yield Check("rendezvous", "failed", str(error), advice)
+        return
     yield Check("rendezvous", "ok", f"{context.world_size} processes after {time.monotonic() - begun:.1f} s")
     facts = context.world.all_gather_object(_facts(context.world))
     yield check_versions(facts)
