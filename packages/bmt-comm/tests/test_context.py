@@ -293,6 +293,27 @@ def test_a_rank_that_ends_at_the_start_without_a_launcher_is_named(tmp_path):
         assert ranks[0].communicate(timeout=45)[0] == "rank 1 ended while rank 0 waited for rank 2 to start\n"
 
 
+LEAVES = """
+    import os, sys, time
+    from bmt_comm import RankFailureError, check_agreement, current_context, init_distributed
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    init_distributed(f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3", device="cpu", timeout=50.0)
+    if rank == 2:
+        sys.exit(0)
+    begun = time.monotonic()
+    try:
+        check_agreement(current_context().world, "the weather", [])
+    except RankFailureError as error:
+        print(error.args[0].splitlines()[:2], time.monotonic() - begun < 20, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_check_does_not_wait_for_a_rank_that_has_left(tmp_path):
+    with three_ranks(LEAVES, tmp_path) as ranks:
+        assert ranks[1].communicate(timeout=80)[0] == "['rank 2 has ended', '  rank 2: has ended'] True\n"
+
+
 DIFFERS = """
     import os, sys, time
     from bmt_comm import init_distributed

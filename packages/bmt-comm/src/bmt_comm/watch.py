@@ -101,7 +101,7 @@ class Watch:
         self._news.set()
         self._thread.join(2 * _ANSWER)
         if leaves and not self._thread.is_alive():
-            self._write(f"left/{self.rank}", "")
+            self._write(f"left/{self.rank}", json.dumps({each.key: each.count for each in list(journals.values())}))
 
     def explain(self, error: Exception) -> Exception:
         """The exception to raise in place of ``error``, with which the wait of this thread has failed."""
@@ -219,9 +219,19 @@ class Watch:
         for rank, peer in self.peers.items():
             if rank == self.rank or peer.state() != "ended":
                 continue
-            if self._read(f"left/{rank}") is None and self._store is not None:
+            left = self._read(f"left/{rank}")
+            if self._store is not None and (left is None or self._needs(rank, json.loads(left))):
                 self._reason = f"rank {rank} has ended"
                 return
+
+    @staticmethod
+    def _needs(rank: int, counts: Mapping[str, int]) -> bool:
+        """Whether this process waits for a collective that ``rank``, which has left, had not begun.
+
+        ``counts``: how many it had begun, by the process group's name.
+        """
+        numbers = ((w.operation.number, counts.get(w.journal.key)) for w in list(waits.values()) if rank in w.peers)
+        return any(count is not None and number > count for number, count in numbers)
 
     def _compare(self, now: float) -> None:
         """Raise the alarm if another rank waits for another operation in the place of the one that this rank waits for.
