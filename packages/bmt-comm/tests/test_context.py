@@ -511,6 +511,14 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
     assert "ValueError: on purpose" in done.stderr
 
 
+@pytest.mark.parametrize("rank", ["-1", "2"])
+def test_a_rank_that_is_not_below_the_number_of_ranks_is_refused(rank, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=f"RANK={rank} and WORLD_SIZE=2 do not fit: ranks are 0 to 1"):
+        bmt_comm.init_distributed()
+
+
 @pytest.mark.parametrize("crashes", [0, 1])
 def test_ranks_meet_after_a_restart_though_only_one_had_come_before(tmp_path, crashes):
     done = run_script(

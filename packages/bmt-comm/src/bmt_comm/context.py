@@ -220,6 +220,11 @@ def init_distributed(
         world_size = dist.get_world_size()
     else:
         world_size = _world_size(init_method) if launched or init_method != "env://" else 1
+        if launched and not 0 <= int(os.environ["RANK"]) < world_size:
+            raise ValueError(
+                f"the environment variables RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} do not "
+                f"fit: ranks are 0 to {world_size - 1}; launchers such as torchrun set both"
+            )
     # Checked before any process group exists, so that every rank raises and none waits for another.
     if world_size % (pipe_size * tp_size) != 0:
         raise ValueError(

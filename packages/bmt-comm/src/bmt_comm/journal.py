@@ -6,6 +6,7 @@ operation is not noted; for the operation that is waited for, the Python stack h
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -56,6 +57,14 @@ class Journal:
 
 
 journals: WeakKeyDictionary[dist.ProcessGroup, Journal] = WeakKeyDictionary()
+
+
+def all_journals() -> list[Journal]:
+    """The journals of all process groups, which another thread may be making just now."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # the dictionary has changed in the middle
+            return list(journals.values())
+
 
 _place = ""
 

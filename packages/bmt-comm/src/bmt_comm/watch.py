@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .flight_recorder import write_record
-from .journal import Wait, journals, place, waits
+from .journal import Wait, all_journals, place, waits
 from .report import Status, Waiting, describe
 from .startup import Peer
 from .tally import missing, read_many
@@ -101,7 +101,7 @@ class Watch:
         self._news.set()
         self._thread.join(2 * _ANSWER)
         if leaves and not self._thread.is_alive():
-            self._write(f"left/{self.rank}", json.dumps({each.key: each.count for each in list(journals.values())}))
+            self._write(f"left/{self.rank}", json.dumps({each.key: each.count for each in all_journals()}))
 
     def explain(self, error: Exception) -> Exception:
         """The exception to raise in place of ``error``, with which the wait of this thread has failed."""
@@ -148,7 +148,7 @@ class Watch:
         waiting = [self._waiting(wait, now) for wait in list(waits.values())]
         groups = {}
         last: tuple[float, str] = (0.0, "")
-        for journal in list(journals.values()):
+        for journal in all_journals():
             entries = list(journal.last)
             names = {str(operation.number): operation.name.decode() for _, operation, _ in entries if operation.number}
             groups[journal.key] = (journal.count, names)
