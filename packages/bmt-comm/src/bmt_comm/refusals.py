@@ -30,10 +30,12 @@ class Waiting(Protocol):
 
 
 class Refusals:
-    """Args:
-    store: of the process group.
-    rank: of this process in the group.
-    collectives: are stopped if they wait for a rank that was refused.
+    """What the ranks of one process group were refused.
+
+    Args:
+        store: of the process group.
+        rank: of this process in the group.
+        collectives: are stopped if they wait for a rank that was refused.
     """
 
     def __init__(self, store: dist.Store, rank: int, collectives: Waiting) -> None:

@@ -60,7 +60,7 @@ def saved_layers(params: Sequence[Tensor]) -> list[list[int]]:
 
 def before_loading(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What the hooks before ``load_state_dict`` make of ``state_dict``, which they do not change."""
-    given: dict[str, Any] = _copied(state_dict)
+    given: dict[str, Any] = _with_own_containers(state_dict)
     hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})  # wrappers of optimizers may have none
     for hook in hooks.values():
         changed = hook(optimizer, given)
@@ -83,11 +83,11 @@ def check_before_loading(
         check(before_loading(optimizer, state_dict))
 
 
-def _copied(value: Any) -> Any:
+def _with_own_containers(value: Any) -> Any:
     """Other dicts and lists of the same tensors, numbers and strings."""
     if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _with_own_containers(entry) for key, entry in value.items()}
+    return [_with_own_containers(entry) for entry in value] if isinstance(value, list) else value
 
 
 def match_groups(

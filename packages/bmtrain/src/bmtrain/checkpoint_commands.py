@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, progress, verify
+from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, problem_of, progress, verify
 
 from .convert_upstream import convert_upstream, is_optimizer_file
 
@@ -79,7 +79,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
                 with progress(f"reading {path}") as report:
                     verify(path, report)
             except (OSError, ValueError) as error:
-                facts["problem"], facts["is_damaged"] = str(error), not isinstance(error, OSError)
+                facts.update(problem_of(error))
         status = status or int(facts["problem"] is not None)
         print(json.dumps(facts) if options.json else _line(path, facts, options.action))
     return status

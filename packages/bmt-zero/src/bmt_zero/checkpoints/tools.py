@@ -49,6 +49,11 @@ def find_checkpoints(path: Path) -> list[Path]:
     return paths
 
 
+def problem_of(error: Exception) -> dict[str, Any]:
+    """The entries ``problem`` and ``is_damaged`` of :func:`describe` for what reading a checkpoint has raised."""
+    return {"problem": str(error), "is_damaged": not isinstance(error, OSError)}
+
+
 def describe(checkpoint: Path) -> dict[str, Any]:
     """The step, bytes and layout of a checkpoint, and its position in the order of saves.
 
@@ -60,7 +65,7 @@ def describe(checkpoint: Path) -> dict[str, Any]:
         path = checkpoint / trainer_state.FILE
         trainer = parse_json(path, read_small_file(path))
     except (DamagedError, OSError) as error:
-        return {"path": str(checkpoint), "problem": str(error), "is_damaged": not isinstance(error, OSError)}
+        return {"path": str(checkpoint), **problem_of(error)}
     return {
         "path": str(checkpoint),
         "problem": None,
