@@ -77,8 +77,10 @@ def start(name: str) -> bmt_comm.ParallelContext:
         bmt_comm.Communicator.share_memory = lambda *_: False  # type: ignore[method-assign]
     by_torch = transport == SHARED and not system.startswith("bmtrain")
     context = bmt_comm.init_distributed(backend="bmt" if by_torch else None)
+    if not system.startswith("bmtrain"):
+        torch.autograd.set_multithreading_enabled(True)  # torch's default, which init_distributed changes on CUDA
     if system == "FSDP2":  # here, so that code does not count as memory of a model
-        import torch.distributed.fsdp  # noqa: F401
+        from torch.distributed import fsdp  # noqa: F401
     elif system.startswith("DeepSpeed"):
         os.environ["DS_ACCELERATOR"] = context.device.type
         import deepspeed  # noqa: F401

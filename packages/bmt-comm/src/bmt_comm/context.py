@@ -7,13 +7,14 @@ Ranks form a grid of (pipe, data, tensor), tensor fastest:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlparse
 
@@ -129,7 +130,7 @@ class ParallelContext(TopologyNames):
 
 _current: ParallelContext | None = None
 _process = os.getpid()  # the process that has made the context
-_restore_kernels: Callable[[], None] | None = None  # after a deterministic job
+_settings = contextlib.ExitStack()  # of torch, restored after the job
 
 
 def is_initialized() -> bool:
@@ -167,6 +168,11 @@ def init_distributed(
     Under ``torchrun`` the world comes from the environment; without a launcher the world is this process.
     A default process group that exists already is adopted, and not destroyed by :func:`shutdown`.
 
+    On CUDA, backward passes of the calling thread run in that thread until :func:`shutdown`
+    (``torch.autograd.set_multithreading_enabled(False)``). By default torch runs them in a thread for each GPU. A
+    process has one GPU here, so nothing runs side by side, and what Python does in backward takes about twice as long:
+    its objects move from one core's cache to the other's and back in each step.
+
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).
         seed: of the generators of ``random``, numpy (if it is loaded) and torch, the same on every rank; initial values
@@ -192,7 +198,7 @@ def init_distributed(
         ValueError: sizes that do not divide the world, a device that does not exist, an argument out of range, or
             arguments that differ between ranks.
     """
-    global _current, _process, _restore_kernels
+    global _current, _process
     if _current is not None:
         raise RuntimeError("init_distributed() was called already; call shutdown() before calling it again")
     pipe_size = 1 if pipe_size == -1 else pipe_size
@@ -305,7 +311,9 @@ def init_distributed(
     if seed is not None:
         _seed_generators(seed)
     if deterministic:
-        _restore_kernels = use_deterministic_kernels(chosen.type == "cuda")
+        _settings.callback(use_deterministic_kernels(chosen.type == "cuda"))
+    if chosen.type == "cuda":
+        _settings.enter_context(torch.autograd.set_multithreading_enabled(False))
     _current, _process = context, os.getpid()
     return context
 
@@ -333,13 +341,11 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    global _current, _restore_kernels
+    global _current
     context, _current = _current, None
     if context is None:
         return
-    if _restore_kernels is not None:
-        _restore_kernels()
-        _restore_kernels = None
+    _settings.close()
     watch.stop(leaves=True)
     begin_agreements(None, TIMEOUT)
     note_place("")

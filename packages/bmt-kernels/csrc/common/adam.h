@@ -115,20 +115,38 @@ BMT_INLINE AdamFactors<V> spread_factors(const AdamScalars& s, Spread spread) {
           spread(s.eps),             spread(s.step_size),    spread(s.direction_factor)};
 }
 
+template <class V>
+BMT_INLINE void adam_moments(V weight, V& exp_avg, V& exp_avg_sq, V grad, const AdamFactors<V>& f, bool decoupled) {
+  grad = grad * f.grad_factor;
+  if (!decoupled) grad = grad + weight * f.l2;
+  exp_avg = exp_avg * f.beta1 + grad * f.one_minus_beta1;
+  exp_avg_sq = exp_avg_sq * f.beta2 + (grad * f.one_minus_beta2) * grad;
+}
+
+template <class V, class Factors>
+BMT_INLINE V adam_denominator(V root, const Factors& f) {
+  return root * f.denom_factor + f.eps;
+}
+
+template <class V, class Factors>
+BMT_INLINE V adam_quotient(V exp_avg, V exp_avg_sq, const Factors& f) {
+  return exp_avg / adam_denominator(square_root(exp_avg_sq), f);
+}
+
+template <class V>
+BMT_INLINE void adam_weight(V& weight, V quotient, const AdamFactors<V>& f, bool decoupled) {
+  if (decoupled) weight = weight * f.decay_factor;
+  weight = weight - quotient * f.step_size;
+}
+
 // Returns the direction of the step, m / (1 - beta1^step) / (sqrt(v) / sqrt(1 - beta2^step) + eps), for statistics.
 // If the result is not used, and update is the constant false, the compiler eliminates its computation.
 template <class V>
 BMT_INLINE V adam_element(V& weight, V& exp_avg, V& exp_avg_sq, V grad, const AdamFactors<V>& f, bool decoupled,
                           bool update) {
-  grad = grad * f.grad_factor;
-  if (!decoupled) grad = grad + weight * f.l2;
-  exp_avg = exp_avg * f.beta1 + grad * f.one_minus_beta1;
-  exp_avg_sq = exp_avg_sq * f.beta2 + (grad * f.one_minus_beta2) * grad;
-  const V quotient = exp_avg / (square_root(exp_avg_sq) * f.denom_factor + f.eps);
-  if (update) {
-    if (decoupled) weight = weight * f.decay_factor;
-    weight = weight - quotient * f.step_size;
-  }
+  adam_moments(weight, exp_avg, exp_avg_sq, grad, f, decoupled);
+  const V quotient = adam_quotient(exp_avg, exp_avg_sq, f);
+  if (update) adam_weight(weight, quotient, f, decoupled);
   return quotient * f.direction_factor;
 }
 

@@ -87,9 +87,13 @@ BMT_INLINE void move_moments(V& exp_avg, V& exp_avg_sq, V grad, const LambFactor
 }
 
 template <class V>
-BMT_INLINE V lamb_direction(V weight, V exp_avg, V exp_avg_sq, const LambFactors<V>& f) {
-  const V quotient = exp_avg / (square_root(exp_avg_sq) * f.denom_factor + f.eps);
+BMT_INLINE V lamb_direction(V weight, V quotient, const LambFactors<V>& f) {
   return quotient * f.direction_factor + weight * f.weight_decay;
+}
+
+template <class V>
+BMT_INLINE V lamb_direction(V weight, V exp_avg, V exp_avg_sq, const LambFactors<V>& f) {
+  return lamb_direction(weight, adam_quotient(exp_avg, exp_avg_sq, f), f);
 }
 
 // Over elements: the sum of the squares of the weights, and of the directions.

@@ -46,9 +46,9 @@ constexpr int kUnsignedZero = 0;
 
 // ---- the nearest entry -------------------------------------------------------------------------
 // The top bits of a number's fp32 pattern (exponent and 6 or 7 bits of the mantissa) name a bucket so narrow that it
-// holds at most one boundary between two entries. A bucket's word is rank << shift | 2^shift - 1 - boundary: adding
-// the low bits of the pattern to it carries into the rank exactly if they are greater than those of the boundary.
-// The rank counts entries from 0 upwards. Boundaries lie halfway between entries; a tie goes to the smaller.
+// holds at most one boundary between two entries. A bucket's word, less the bucket's first pattern, is rank << shift |
+// 2^shift - 1 - the low bits of the boundary: adding a pattern to it carries into the rank exactly if its low bits are
+// greater than those of the boundary. The rank counts entries from 0 upwards. Boundaries lie halfway between entries; a tie goes to the smaller.
 
 constexpr int kSignedShift = 17;
 constexpr int kUnsignedShift = 16;
@@ -92,6 +92,7 @@ static constexpr Buckets<kCount> make_buckets(BoundaryOf boundary_of, int count,
       if (held != 0 || boundary_of(rank) < begin) buckets.correct = false;
       buckets.at[i] += static_cast<uint32_t>(last - boundary_of(rank));
     }
+    buckets.at[i] -= static_cast<uint32_t>(begin);
   }
   return buckets;
 }
@@ -127,7 +128,7 @@ BMT_INLINE Int nearest_unsigned(Int pattern, const uint32_t* buckets) {
   constexpr int32_t kFirst = kUnsignedLeast >> kUnsignedShift;
   const Int x = larger(pattern, constant(kUnsignedLeast, pattern));  // 0 for what is negative
   const Int word = gather(buckets, shift_down<kUnsignedShift>(x) - constant(kFirst, x));
-  return shift_down<kUnsignedShift>(word + (x & constant((1 << kUnsignedShift) - 1, x)));
+  return shift_down<kUnsignedShift>(word + x);
 }
 
 template <class Int>
@@ -136,7 +137,7 @@ BMT_INLINE Int nearest_signed(Int pattern, const uint32_t* buckets) {
   const Int sign = sign_mask(pattern);
   const Int x = larger(pattern & constant(0x7fffffff, pattern), constant(kSignedLeast, pattern));
   const Int word = gather(buckets, shift_down<kSignedShift>(x) - constant(kFirst, x));
-  const Int rank = shift_down<kSignedShift>(word + (x & constant((1 << kSignedShift) - 1, x)));
+  const Int rank = shift_down<kSignedShift>(word + x);
   // Rank 128 is the entry 1, which has no negative.
   const Int within = smaller(rank, constant(255 - kSignedZero, rank) + sign);
   return ((within ^ sign) - sign) + constant(kSignedZero, rank);

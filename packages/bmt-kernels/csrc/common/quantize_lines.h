@@ -150,7 +150,7 @@ static constexpr Lines make_lines(bool is_signed) {
   const auto begin_of_next = [&](int segment) { return boundary(map, zero, first_rank(is_signed, segment + 1) - 1); };
   const auto segments = make_buckets<32>(begin_of_next, kSegments - 1, kSegmentLeast, kSegmentShift);
   for (uint32_t i = 0; i < 32; ++i) {
-    lines.segments[i] = segments.at[i] + ((static_cast<uint32_t>(first_exponent) - 96 - i) << kSegmentShift);
+    lines.segments[i] = segments.at[i] + (static_cast<uint32_t>(first_exponent) << kSegmentShift);
   }
 
   const auto line_at = [&](int32_t pattern, int segment) {

@@ -2,6 +2,7 @@
 #include "cuda/adam.h"
 
 #include "cuda/batch.cuh"
+#include "cuda/quotients.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/storage.cuh"
 
@@ -51,17 +52,24 @@ __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const A
   auto m = load_pack<float, N>(exp_avg);
   auto v = load_pack<float, N>(exp_avg_sq);
   Pack<typename Copy::Storage, N> copy;
+  float x[N];
+  float g[N];
+  float quotients[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    float x = Weight::load(w.at[j]);
-    const double direction =
-        adam_element(x, m.at[j], v.at[j], Grad::load(grad.at[j]), factors, decoupled, update);
+    x[j] = Weight::load(w.at[j]);
+    g[j] = Grad::load(grad.at[j]);
+  }
+  adam_elements(x, m.at, v.at, g, factors, decoupled, update, quotients);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
     if (kSums) {
+      const double direction = quotients[j] * factors.direction_factor;
       sums.sum += direction;
       sums.squares = fma(direction, direction, sums.squares);
     }
-    w.at[j] = Weight::store(x);
-    copy.at[j] = Copy::store(x);
+    w.at[j] = Weight::store(x[j]);
+    copy.at[j] = Copy::store(x[j]);
   }
   store_pack(exp_avg, m);
   store_pack(exp_avg_sq, v);
@@ -87,13 +95,11 @@ __global__ void __launch_bounds__(kThreads)
   auto factors = spread_factors<float>(scalars, [](float x) { return x; });
   if (grad_factor != nullptr) factors.grad_factor *= *grad_factor;
   Sums sums{0.0, 0.0};
-  // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
-  constexpr int kPack = kSame<Weight, F32> && kSame<Copy, NoCopy> && kSame<Grad, F32> ? 4 : 8;
   int done = 0;
   if (batch.aligned[row_index]) {
-    done = n / kPack * kPack;
-    for (int i = threadIdx.x * kPack; i < done; i += kThreads * kPack) {
-      adam_pack<Weight, Copy, Grad, kPack, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
+    done = n / kNeighbours * kNeighbours;
+    for (int i = threadIdx.x * kNeighbours; i < done; i += kThreads * kNeighbours) {
+      adam_pack<Weight, Copy, Grad, kNeighbours, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
     }
   }
   for (int i = done + threadIdx.x; i < n; i += kThreads) {

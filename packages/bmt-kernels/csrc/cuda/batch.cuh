@@ -11,6 +11,9 @@ namespace bmt {
 
 constexpr int kThreads = 256;
 constexpr int64_t kChunk = 8192;  // elements per thread block
+// Elements that a thread takes at once: four fp32 numbers fill a 128-bit access. Eight numbers in half precision would,
+// too, but then a warp's accesses to fp32 arrays beside them would have gaps.
+constexpr int kNeighbours = 4;
 
 // What kernel<<<blocks, threads, 0, stream>>>(arguments...) does, in words that a C++ compiler knows, too: the tests
 // compile the kernels for the host.
@@ -22,6 +25,21 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int thr
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// How many thread blocks of a kernel the current device runs at once.
+template <class Kernel>
+cudaError_t resident_blocks(Kernel kernel, int threads, unsigned& blocks) {
+  int device = 0;
+  int processors = 0;
+  int of_each = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, threads, 0);
+  blocks = static_cast<unsigned>(processors * of_each);
+  return error;
 }
 
 constexpr size_t kArgumentBytes = 4096;  // of a kernel
@@ -47,12 +65,12 @@ struct Batch {
 
 // Of a Batch, or of anything else that has count and first_block.
 template <class Rows>
-__device__ __forceinline__ int row_of_block(const Rows& batch) {
+__device__ __forceinline__ int row_of_block(const Rows& batch, unsigned block = blockIdx.x) {
   int low = 0;
   int high = batch.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (batch.first_block[middle] <= blockIdx.x) {
+    if (batch.first_block[middle] <= block) {
       low = middle;
     } else {
       high = middle;
@@ -63,8 +81,9 @@ __device__ __forceinline__ int row_of_block(const Rows& batch) {
 
 // Elements [begin, begin + n) of the row are this block's.
 template <class Row>
-__device__ __forceinline__ void chunk_of_block(const Batch<Row>& batch, int row, int64_t& begin, int& n) {
-  begin = static_cast<int64_t>(blockIdx.x - batch.first_block[row]) * kChunk;
+__device__ __forceinline__ void chunk_of_block(const Batch<Row>& batch, int row, int64_t& begin, int& n,
+                                               unsigned block = blockIdx.x) {
+  begin = static_cast<int64_t>(block - batch.first_block[row]) * kChunk;
   const int64_t left = batch.rows[row].numel - begin;
   n = static_cast<int>(left < kChunk ? left : kChunk);
 }

@@ -2,6 +2,7 @@
 #include "cuda/lamb.h"
 
 #include "cuda/batch.cuh"
+#include "cuda/quotients.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/storage.cuh"
 
@@ -25,17 +26,19 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// Calls visit(first, Constant<count>) for this thread's elements of the block's chunk: kPack at once where all arrays
-// are aligned, one at the end and otherwise.
-template <int kPack, class Visit>
+// Calls visit(first, Constant<count>) for this thread's elements of the block's chunk: kNeighbours at once where all
+// arrays are aligned, one at the end and otherwise.
+template <class Visit>
 __device__ __forceinline__ void visit_chunk(const Jobs& batch, int row_index, const Visit& visit) {
   int64_t begin;
   int n;
   chunk_of_block(batch, row_index, begin, n);
   int done = 0;
   if (batch.aligned[row_index]) {
-    done = n / kPack * kPack;
-    for (int i = threadIdx.x * kPack; i < done; i += kThreads * kPack) visit(begin + i, Constant<kPack>());
+    done = n / kNeighbours * kNeighbours;
+    for (int i = threadIdx.x * kNeighbours; i < done; i += kThreads * kNeighbours) {
+      visit(begin + i, Constant<kNeighbours>());
+    }
   }
   for (int i = done + threadIdx.x; i < n; i += kThreads) visit(begin + i, Constant<1>());
 }
@@ -49,9 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   auto factors = factors_of(scalars);
   if (grad_factor != nullptr) factors.grad_factor *= *grad_factor;
   LambSums sums{0.0, 0.0};
-  // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
-  constexpr int kPack = kSame<Weight, F32> && kSame<Grad, F32> ? 4 : 8;
-  visit_chunk<kPack>(batch, row_index, [&](int64_t i, auto together) {
+  visit_chunk(batch, row_index, [&](int64_t i, auto together) {
     constexpr int N = decltype(together)::value;
     auto* exp_avg = address<float>(row.exp_avg) + i;
     auto* exp_avg_sq = address<float>(row.exp_avg_sq) + i;
@@ -59,12 +60,15 @@ __global__ void __launch_bounds__(kThreads)
     const auto weight = load_pack<typename Weight::Storage, N>(address<const typename Weight::Storage>(row.weight) + i);
     auto m = load_pack<float, N>(exp_avg);
     auto v = load_pack<float, N>(exp_avg_sq);
+    float quotients[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) move_moments(m.at[j], v.at[j], Grad::load(grad.at[j]), factors);
+    adam_quotients(m.at, v.at, factors, quotients);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      move_moments(m.at[j], v.at[j], Grad::load(grad.at[j]), factors);
       const float w = Weight::load(weight.at[j]);
       const double p = w;
-      const double r = lamb_direction(w, m.at[j], v.at[j], factors);
+      const double r = lamb_direction(w, quotients[j], factors);
       sums.weights = fma(p, p, sums.weights);  // the product is exact
       sums.directions = fma(r, r, sums.directions);
     }
@@ -99,18 +103,19 @@ __global__ void __launch_bounds__(kThreads)
   const Job& row = batch.rows[row_index];
   const auto factors = factors_of(scalars);
   const float rate = rates[row.index];
-  constexpr int kPack = kSame<Weight, F32> && kSame<Copy, NoCopy> ? 4 : 8;
-  visit_chunk<kPack>(batch, row_index, [&](int64_t i, auto together) {
+  visit_chunk(batch, row_index, [&](int64_t i, auto together) {
     constexpr int N = decltype(together)::value;
     auto* weight = address<typename Weight::Storage>(row.weight) + i;
     const auto m = load_pack<float, N>(address<const float>(row.exp_avg) + i);
     const auto v = load_pack<float, N>(address<const float>(row.exp_avg_sq) + i);
     auto w = load_pack<typename Weight::Storage, N>(weight);
     Pack<typename Copy::Storage, N> copy;
+    float quotients[N];
+    adam_quotients(m.at, v.at, factors, quotients);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float x = Weight::load(w.at[j]);
-      x = x - lamb_direction(x, m.at[j], v.at[j], factors) * rate;
+      x = x - lamb_direction(x, quotients[j], factors) * rate;
       w.at[j] = Weight::store(x);
       copy.at[j] = Copy::store(x);
     }

@@ -112,7 +112,7 @@ cudaError_t launch(const Kernel (&kernels)[kGroups], const PackRow& row, cudaStr
   const int64_t count = (row.numel - 1) / row.block + 1;
   const int64_t blocks = (count - 1) / together + 1;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  const bool aligned = aligned16(row.values) && row.numbers % kLane == 0;
+  const bool aligned = aligned16(row.values) && row.numbers % kNeighbours == 0;
   return launch_kernel(kernels[group], blocks, kThreads, stream, row, aligned);
 }
 

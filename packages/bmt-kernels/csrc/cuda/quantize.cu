@@ -30,7 +30,13 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const Row row) {
     float x[kLane];
 #pragma unroll
     for (int j = 0; j < kLane; ++j) x[j] = Value::load(values.at[j]);
-    quantize_span<kSigned>(x, span, buckets, address<uint8_t>(row.codes), address<float>(row.absmax));
+    auto* codes = address<uint8_t>(row.codes);
+    auto* absmax = address<float>(row.absmax);
+    if (span.packed) {
+      quantize_lane<kSigned, true>(x, span, buckets, codes, absmax);
+    } else {
+      quantize_lane<kSigned, false>(x, span, buckets, codes, absmax);
+    }
   }
 }
 
@@ -62,7 +68,7 @@ cudaError_t launch(const Kernel (&kernels)[kDTypes][2], const QuantizeArrays& ar
           arrays.block_offset,
           arrays.block_offset + arrays.numel,
           false};
-  row.aligned = aligned16(row.values) && row.codes % kLane == 0;
+  row.aligned = aligned16(row.values) && row.codes % kNeighbours == 0;
   const int64_t blocks = (row.end + kChunk - 1) / kChunk;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (arrays.numel == 0) return cudaSuccess;

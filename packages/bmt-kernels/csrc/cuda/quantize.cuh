@@ -18,9 +18,9 @@ __device__ __forceinline__ void share(T* shared, const T* table, int count) {
   for (int i = threadIdx.x; i < count; i += kThreads) shared[i] = table[i];
 }
 
-// The codes of a block's values, of which each lane has eight. Elements that do not exist count as 0.
-template <bool kSigned>
-__device__ __forceinline__ void quantize_span(const float (&x)[kLane], const Span& span, const uint32_t* buckets,
+// Writes the codes of a block's values, of which each lane has eight. Elements that do not exist count as 0.
+template <bool kSigned, bool kPacked>
+__device__ __forceinline__ void quantize_lane(float (&x)[kLane], const Span& span, const uint32_t* buckets,
                                               uint8_t* codes, float* absmax) {
   int32_t magnitude = 0;
 #pragma unroll
@@ -29,14 +29,16 @@ __device__ __forceinline__ void quantize_span(const float (&x)[kLane], const Spa
   }
   const BlockScale scale = block_scale(warp_max(magnitude));
   Pack<uint8_t, kLane> pack;
+  if (!scale.regular || scale.power != 1.0f) {  // seldom, and then in all lanes
+#pragma unroll
+    for (int j = 0; j < kLane; ++j) x[j] = scale.regular ? x[j] * scale.power : 0.0f;
+  }
 #pragma unroll
   for (int j = 0; j < kLane; ++j) {
-    const float y = scale.regular ? normalized(x[j], scale.power, scale.inverse) : 0.0f;
-    const auto pattern = static_cast<int32_t>(float_bits(y));
-    pack.at[j] =
-        static_cast<uint8_t>(kSigned ? nearest_signed(pattern, buckets) : nearest_unsigned(pattern, buckets));
+    const auto pattern = static_cast<int32_t>(float_bits(x[j] * scale.inverse));
+    pack.at[j] = static_cast<uint8_t>(kSigned ? nearest_signed(pattern, buckets) : nearest_unsigned(pattern, buckets));
   }
-  store_span(codes, span, pack);
+  store_lane<kPacked>(codes, span, pack);
   if (threadIdx.x % 32 == 0) absmax[span.block / kQuantBlock] = scale.absmax;
 }
 

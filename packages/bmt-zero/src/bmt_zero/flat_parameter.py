@@ -46,7 +46,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,8 +59,8 @@ from .float8 import Float8Weights, float8_dtype
 from .layout import FlatLayout, Placement
 from .options import Options
 from .sharded_parameter import ShardedParameter
+from .side_stream import SideStream, on_stream, record_event
 
-_NOTHING = contextlib.nullcontext()
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in a flat buffer
 
 
@@ -84,7 +83,8 @@ class FlatParameter:
 
     Attributes:
         communicators: the groups of several ranks among the two.
-        stream: for collectives that overlap with computation; None on CPU.
+        stream: for collectives that overlap with computation; None on CPU, and where one rank has all and there is
+            nothing to move.
         offloads: whether ``shard`` is in host memory; see [Note: offloaded parameters].
         device: of computation.
         dtype: of computation, and so of gradients; ``unsharded`` has it, too, unless the weights are in float8.
@@ -103,7 +103,8 @@ class FlatParameter:
         self.params = list(params)
         self.shard_comm, self.replicate_comm = communicators
         self.communicators = tuple(comm for comm in communicators if comm.size > 1)
-        self.stream = (self.communicators or communicators)[0].stream
+        stream = (self.communicators or communicators)[0].stream
+        self._side_stream = None if stream is None else SideStream(stream)
         self.options = options
         self.offloads = options.offload
         self.allocate = allocate
@@ -150,6 +151,7 @@ class FlatParameter:
         self.casts = dtype != shard.dtype
         self.is_shard = not self.casts and not self.offloads and self.shard_comm.size == 1
         self.releases = not self.is_shard and not is_kept
+        self.stream = None if self.is_shard and not self.communicators else self._side_stream
         packs = self.allocate and not self.is_shard and shard.is_floating_point() and self.float8 is None
         self.compression = self.options.precision.packs_parameters if packs else None
         self.is_shared = False
@@ -336,7 +338,8 @@ class FlatParameter:
             self._borrower()
         self.wait()
         unsharded = self.unsharded.data  # another alias of the storage: its writes do not count for autograd
-        self.let_side_stream_wait()
+        if self.stream is not None:
+            self.stream.follow()
         with named_range("unshard", self.label), on_stream(self.stream):
             if self.releases and self._storage.nbytes() != self._bytes:
                 self._storage.resize_(self._bytes)
@@ -357,7 +360,8 @@ class FlatParameter:
                     self._work = comm.barrier(async_op=True, label=self.label)
                 else:
                     self._work = comm.all_gather(unsharded, shard, async_op=on_cpu, label=self.label)
-            self._arrived = record_event(self.stream)
+        if self.stream is not None:
+            self._arrived = self.stream.record(self.stream.arrived)
         self.state = State.UNSHARDING
         self._version = version
 
@@ -368,7 +372,8 @@ class FlatParameter:
         assert self._work is not None
         with named_range("wait for unshard", self.label):
             self._work.wait()
-        wait_event(self.stream, self._arrived)
+        if self.stream is not None and self._arrived is not None:
+            self.stream.let_compute_wait(self._arrived)
         if self._read is not None:
             self._read.synchronize()
         self._work = self._arrived = self._read = None
@@ -379,7 +384,8 @@ class FlatParameter:
         self.wait()
         if self.releases and self._borrower is None and self._storage.nbytes():
             with named_range("reshard", self.label):
-                self.let_side_stream_wait()  # for what the compute stream has yet to read
+                if self.stream is not None:
+                    self.stream.follow()  # what the compute stream has yet to read
                 self._storage.resize_(0)
         if self.state is State.UNSHARDED and not self.is_shared:  # shared values stay valid until the next computation
             self.state = State.SHARDED
@@ -401,10 +407,6 @@ class FlatParameter:
             self._borrower = None
             if self.state is State.SHARDED:
                 self._storage.resize_(0)
-
-    def let_side_stream_wait(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     # --- single parameters ------------------------------------------------------------------------
 
@@ -456,22 +458,6 @@ def write_rows(shard: Tensor, layout: FlatLayout, placement: Placement, rank: in
     offset = layout.offset_in_shard(placement, rank)
     rows = values.reshape(placement.rows, placement.row_numel)[start:stop]
     shard[offset : offset + rows.numel()].view_as(rows).copy_(rows)
-
-
-def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Issue work to ``stream``; on CPU (None) just run it."""
-    return _NOTHING if stream is None else torch.cuda.stream(stream)
-
-
-def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """An event after the work that ``stream`` has so far."""
-    return None if stream is None else stream.record_event()
-
-
-def wait_event(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
-    """Let the compute stream wait for an event of the side stream ``stream``."""
-    if stream is not None and event is not None:
-        torch.cuda.current_stream(stream.device).wait_event(event)
 
 
 def _geometry(shape: tuple[int, ...], offset: int) -> _Geometry:

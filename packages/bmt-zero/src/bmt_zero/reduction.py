@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bmt_comm import TREE_SUM, Work, named_range
 
-from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
+from .flat_parameter import FlatParameter
+from .side_stream import on_stream, record_event
 
 
 @dataclass
@@ -74,9 +75,11 @@ class Reduction:
         self._op = TREE_SUM if has_fixed_order else "sum"
         divisor_before = 1.0 if has_fixed_order else settings.divisor_before(total.dtype)
         self._scale = grad_scale * divisor_before / settings.divisor
-        comm, on_cpu = flat.shard_comm, flat.stream is None
-        flat.let_side_stream_wait()
-        with named_range("reduce", flat.label), on_stream(flat.stream):
+        comm, stream = flat.shard_comm, flat.stream
+        on_cpu = stream is None
+        if stream is not None:
+            stream.follow()
+        with named_range("reduce", flat.label), on_stream(stream):
             if has_fixed_order and comm.size == 1:
                 total = total.to(flat.shard.dtype)
             self._work: Work | None = None
@@ -94,11 +97,11 @@ class Reduction:
             elif flat.replicate_comm.size > 1 and not self.is_partial:
                 self._add_partial()
                 self._work = flat.replicate_comm.all_reduce(total, self._op, on_cpu, flat.label)
-            if not on_cpu:
+            if stream is not None:
                 self._complete()
                 if comm.size == 1:  # ``_done`` must come after the copy, which reads ``total``
                     self._offload()
-                self._done = record_event(flat.stream)
+                self._done = stream.record(stream.reduced)
                 if comm.size > 1:
                     self._offload()
         if not on_cpu:
@@ -114,7 +117,8 @@ class Reduction:
             self._complete()
             self._offload()
             flat.storage_returned()
-        wait_event(flat.stream, self._done)
+        elif self._done is not None:
+            flat.stream.let_compute_wait(self._done)
         self._total = None
         return self._reduced
 
