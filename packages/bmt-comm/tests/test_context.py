@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -426,6 +427,20 @@ def test_the_seed_reaches_the_generators_unless_it_is_none_and_nothing_else_chan
         assert drawn == (random.random(), torch.rand(1).item(), numpy.random.rand())
         assert state()[3:] == before[3:]
         shutdown()
+
+
+@pytest.mark.ranks(1, init=False)
+def test_backward_runs_in_the_thread_that_calls_it(device_type):
+    threads = set()
+    ctx = init_distributed(device=device_type)
+    x = torch.ones(3, device=ctx.device, requires_grad=True)
+    y = (x * 2).sin()
+    y.register_hook(lambda grad: threads.add(threading.get_ident()))
+    y.sum().backward()
+    assert threads == {threading.get_ident()}
+    assert torch._C._is_multithreading_enabled() == (ctx.device.type == "cpu")
+    shutdown()
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_one_process_without_a_launcher_leaves_nothing_behind(tmp_path):

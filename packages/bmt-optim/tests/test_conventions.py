@@ -283,7 +283,7 @@ def test_the_dtype_of_parameters_may_change(ctx, name):
         for p in params:
             assert ("master" in optimizer.state[p]) == (then is torch.bfloat16), name
             if then is torch.bfloat16:
-                assert torch.equal(optimizer.state[p]["master"].bfloat16(), p), name
+                assert torch.equal(optimizer.state[p]["master"].bfloat16().to(p.device), p), name
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict(gather=True)))
 
 

@@ -118,6 +118,7 @@ def check_continuation(ctx, name, in_place):
         group["mine"] = index
     train(optimizer, params, range(5))
     unsharded = copy.deepcopy((params, optimizer))
+    unsharded[1]._warned_capturable_if_run_uncaptured = True  # a copy lacks it, and on CUDA torch's Adafactor needs it
     if in_place:
         for p, where in zip(params, layout(ctx, SHAPES)):
             p.data = shard_of(p.detach(), where).clone()
@@ -277,7 +278,7 @@ def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
         train(given, params, [step], [(6, 4), (5,)])
         schedule.step()
     scale = given.state[params[0]]["RMS"]
-    assert schedule.get_lr()[0] == pytest.approx(1e-2 * scale.item())
+    assert float(schedule.get_lr()[0]) == pytest.approx(1e-2 * scale.item())
 
 
 @pytest.mark.ranks(2)

@@ -171,7 +171,10 @@ def test_parameters_of_one_rank_are_stepped_there_in_small_batches_and_not_befor
     stepped.clear()
     assert run([optimizer.begin_step()], torch.zeros(()), ctx.world)
     portions = [[(3, 4), (2, 2)], [(30, 2)], [(4, 4), (2,)]]
-    here = portions if cut_by_all else [*portions, [(5, 3)]]
+    if ctx.device.type == "cuda":  # which has no cache to fit into
+        here = [alone] if cut_by_all else [[*alone, (5, 3)]]
+    else:
+        here = portions if cut_by_all else [*portions, [(5, 3)]]
     assert sorted(stepped) == sorted([*cut_by_all, *(here if ctx.rank == 0 else [])])
     assert all(optimizer.state[p]["step"] == 1 for p in params)
     assert optimizer.communication.rounds == (3 if cut_by_all else 0)

@@ -205,7 +205,8 @@ def check_recorded(ctx: Any) -> None:
         for (name, value), wanted in zip(recorded, values, strict=True):
             assert value is not None, name
             assert value.dtype == wanted.dtype
-            assert torch.allclose(value.detach().cpu().double(), wanted.detach().double(), rtol=1e-5, atol=1e-5), name
+            value, wanted = (x.detach().cpu().double() for x in (value, wanted))
+            assert torch.allclose(value, wanted, rtol=1e-5, atol=1e-5), name
         x = after.detach()
     assert inspector.get_tensor("input") is inspector.get_tensor("input", index=0)
     assert inspector.get_tensor("input", index=LAYERS) is None

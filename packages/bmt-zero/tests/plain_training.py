@@ -58,20 +58,25 @@ def total(gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Run:
     losses: list[float]
     gradients: list[dict[str, Tensor]]
-    start: dict[str, Tensor]
-    end: dict[str, Tensor]
+    values: list[dict[str, Tensor]]  # before the first step and after each of them
 
-    def update(self, name: str) -> Tensor:
-        return self.end[name].double() - self.start[name].double()
+    @property
+    def end(self) -> dict[str, Tensor]:
+        return self.values[-1]
 
     @functools.cached_property
     def update_norms(self) -> dict[str, float]:
-        return {name: float(self.update(name).norm()) for name in self.start}
+        """Of each parameter's updates in all steps. A number may come back to where it was."""
+        norms: dict[str, float] = {}
+        for name in self.end:
+            path = torch.stack([values[name].double() for values in self.values])
+            norms[name] = float(path.diff(dim=0).norm())
+        return norms
 
     @functools.cached_property
     def gradient_norms(self) -> dict[str, float]:
         """Of each parameter's gradients over all steps."""
-        norms = {name: [gradients[name].double().norm() for gradients in self.gradients] for name in self.start}
+        norms = {name: [gradients[name].double().norm() for gradients in self.gradients] for name in self.end}
         return {name: float(torch.stack(of_steps).norm()) for name, of_steps in norms.items()}
 
 
@@ -98,7 +103,7 @@ def train(
     optimizer = make_optimizer(list(model.parameters()))
     named = dict(model.named_parameters())
     dtype, device = named["head.bias"].dtype, named["head.bias"].device
-    run = Run([], [], {n: p.detach().clone() for n, p in named.items()}, {})
+    run = Run([], [], [{n: p.detach().clone() for n, p in named.items()}])
     for step in range(steps):
         optimizer.zero_grad()
         xs, ys = (t.to(device) for t in batch(step))
@@ -126,5 +131,5 @@ def train(
         run.losses.append(loss)
         run.gradients.append({n: p.grad.clone() for n, p in named.items()})
         optimizer.step()
-    run.end = {n: p.detach().clone() for n, p in named.items()}
+        run.values.append({n: p.detach().clone() for n, p in named.items()})
     return run

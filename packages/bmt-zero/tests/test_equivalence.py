@@ -2,7 +2,7 @@
 
 Every parameter is judged by itself: weights, biases, gains and 0-dim ones. The error of its gradient in a step is
 divided by the norm of its own gradients over all steps. The error of its value after 10 steps is divided by the norm
-of its own update.
+of its own updates over all steps.
 
 In fp32 the reference is plain PyTorch on the whole batch in one go, and errors are at most 1e-5.
 

@@ -28,6 +28,10 @@ keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 """Whether the backward that is running keeps the graph for another one; True if torch cannot say."""
 
 
+adds_products_in_fp32: bool = hasattr(torch.ops.aten.addmm, "dtype_out") and torch.version.hip is None
+"""Whether ``torch.addmm`` on CUDA adds the product of half-precision matrices to sums in fp32 (``out_dtype``)."""
+
+
 def cuda_driver_version() -> tuple[int, int]:
     """The newest CUDA that the driver serves: (12, 4), say; (0, 0) where there is none, or PyTorch has no CUDA."""
     ask: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)

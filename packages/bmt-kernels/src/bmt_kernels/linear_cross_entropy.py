@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from bmt_kernels import _library
-from bmt_kernels._compat import keeps_graph
+from bmt_kernels._compat import adds_products_in_fp32, keeps_graph
 from bmt_kernels._cross_entropy_parts import (
     Classes,
     checked_classes,
@@ -29,8 +29,8 @@ from bmt_kernels._cross_entropy_parts import (
 from bmt_kernels.cross_entropy import Gather, check_columns, gathered_statistics
 from bmt_kernels.reference.cross_entropy import computing_dtype
 
-_LEAST_CHUNK = 256
-"""Fewer rows than this keep a matrix product from running at full speed."""
+_LEAST_CHUNK = {"cpu": 256, "cuda": 2048}
+"""Fewer rows than this keep a matrix product from running at full speed, and the host of a GPU from keeping up."""
 _PRODUCT = 1 << 22
 """Elements of the products of half-precision matrices at most, so that they stay in a cache until they are added up."""
 
@@ -67,9 +67,9 @@ def linear_cross_entropy(
         class_weight: the `weight` of `cross_entropy`, (V,).
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
         chunk_size: tokens at a time. Default: as many as make a chunk's logits the size of `hidden`, N H / V, so that
-            they add no more to the peak than the gradient of `hidden` does; but at least 256. In half precision at
-            least 3 H / 4, too, where `weight` needs a gradient: each chunk reads and writes its sum in fp32, and the
-            logits take the memory in which the sum is rounded in the end.
+            they add no more to the peak than the gradient of `hidden` does; but at least 256, and 2048 on CUDA. In half
+            precision at least 3 H / 4, too, where `weight` needs a gradient: each chunk reads and writes its sum in
+            fp32, and the logits take the memory in which the sum is rounded in the end.
 
     Returns:
         The loss, () or (...) for reduction "none"; float32, or float64 for float64.
@@ -228,7 +228,7 @@ def _loss(
         raise NotImplementedError("linear_cross_entropy has no forward-mode derivative; use plain PyTorch for it")
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in layer]
     sums = needs[1] and computing_dtype(weight.dtype) is not weight.dtype
-    least = max(_LEAST_CHUNK, 3 * hidden.shape[1] // 4) if sums else _LEAST_CHUNK
+    least = max(_LEAST_CHUNK.get(hidden.device.type, 256), 3 * hidden.shape[1] // 4 if sums else 0)
     chunk = chunk_size or max(least, hidden.numel() // max(weight.shape[0], 1))
     arguments = (classes.target, classes.weight, *numbers_of(classes))
     gathered = None
@@ -266,10 +266,12 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape if needs[0] else 0)
         self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else weight.new_empty(0)
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
-        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, some classes at a
-        # time.
+        self._widens = weight.dtype != dtype and weight.is_cuda and adds_products_in_fp32
+        # Elsewhere a product of half-precision matrices is rounded to half precision; it is added up in fp32, some
+        # classes at a time.
+        rounds = needs[1] and weight.dtype != dtype and not self._widens
         self._classes = max(1, min(-(-weight.shape[0] // 4), _PRODUCT // max(weight.shape[1], 1)))
-        self._product = weight.new_empty(self._classes, weight.shape[1]) if needs[1] and weight.dtype != dtype else None
+        self._product = weight.new_empty(self._classes, weight.shape[1]) if rounds else None
         self._needs = needs
 
     def add(self, begin: int, end: int, logits_gradient: Tensor) -> None:
@@ -279,6 +281,10 @@ class _Gradients:
         if self._product is not None:
             for sums, part in zip(self.weight.split(self._classes), logits_gradient.split(self._classes, dim=1)):
                 sums.add_(torch.mm(part.t(), hidden[begin:end], out=self._product[: len(sums)]))
+        elif self._needs[1] and self._widens:
+            torch.addmm(
+                self.weight, logits_gradient.t(), hidden[begin:end], out_dtype=self.weight.dtype, out=self.weight
+            )
         elif self._needs[1]:
             self.weight.addmm_(logits_gradient.t(), hidden[begin:end])
         if self._needs[2]:

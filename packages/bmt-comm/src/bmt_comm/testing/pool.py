@@ -45,7 +45,9 @@ class RankPool:
         max_ranks: the largest ``n`` that :meth:`run` accepts; None for no limit.
         threads: CPU threads per rank.
         preload: names of packages that the servers import, where they are installed. They must start no threads.
-        share_gpu: let NCCL take each rank for one on a host of its own. It refuses two ranks of a host on one GPU.
+        share_gpu: let NCCL take each rank for one on a host of its own. It refuses two ranks of a host on one GPU. Each
+            call gets new ranks, since a second one that sends through sockets ended them by SIGSEGV (NCCL of torch
+            2.11).
 
     Use it as a context manager, or call :meth:`close`. POSIX only.
     """
@@ -117,7 +119,7 @@ class RankPool:
                 report.stdout, report.stderr = worker.stdout.take(), worker.stderr.take()
             succeeded = not any(report.failed for report in reports)
         finally:  # also when interrupted
-            if not succeeded:
+            if not succeeded or self.share_gpu:
                 for worker in workers:
                     worker.kill()
         return reports
