@@ -534,6 +534,14 @@ def test_a_rank_that_is_not_below_the_number_of_ranks_is_refused(rank, monkeypat
         bmt_comm.init_distributed()
 
 
+@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_one_of_rank_and_world_size_alone_is_refused(given, missing, monkeypatch):
+    monkeypatch.delenv(missing, raising=False)
+    monkeypatch.setenv(given, "1")
+    with pytest.raises(ValueError, match=f"variable {given} is set and {missing} is not"):
+        bmt_comm.init_distributed()
+
+
 @pytest.mark.parametrize("crashes", [0, 1])
 def test_ranks_meet_after_a_restart_though_only_one_had_come_before(tmp_path, crashes):
     done = run_script(

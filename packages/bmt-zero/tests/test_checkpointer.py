@@ -285,6 +285,7 @@ def test_wrong_calls_are_named_on_every_rank(ctx: Any, tmp_path: Path) -> None:
         (TypeError, "data is a int; a checkpoint takes objects", lambda: checkpointer.save(1, model=model, data=3)),
         (ValueError, "'rng' cannot be the name", lambda: checkpointer.save(1, model=model, rng=Position(1))),
         (ValueError, "per_replica names", lambda: checkpointer.save(1, model=model, per_replica=["x"])),
+        (TypeError, "per_replica='x' must be a list", lambda: checkpointer.save(1, model=model, per_replica="x")),
         (
             TypeError,
             r"state of 'x'\['value'\] is a builtins.object",

@@ -196,7 +196,8 @@ def test_micro_batches_divide_the_batch():
     job = Job(4, 1e9, 6, SIZES.sequence, torch.bfloat16, DEVICES["cpu"])
     with pytest.raises(ValueError, match="micro_batches=4 does not divide a batch of 6 sequences"):
         estimate(gpt(), job, Settings(micro_batches=4))
-    estimates = search(gpt(), job, Choices(tp=[1], pipe=[1, 2], micro_batches=[8, 3, 2]))
+    estimates = search(gpt(), job, Choices(tp=[1, 1], pipe=[1, 2], micro_batches=[8, 3, 2], optimizers=["adam"] * 2))
+    assert len({each.settings for each in estimates}) == len(estimates)
     assert {each.settings.pipe: each.settings.micro_batches for each in estimates} == {1: 2, 2: 2}
     proposed = search(gpt(), dataclasses.replace(job, device_memory=7e5), Choices(tp=[1], pipe=[1, 2]))
     assert {each.settings.pipe for each in proposed} == {1, 2}

@@ -220,8 +220,15 @@ def init_distributed(
             f"agreement_timeout={agreement_timeout:g} must be more than 0 and not more than "
             f"timeout={timeout.total_seconds():g}, both in seconds"
         )
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    launched = len(given) == 2
     adopt = dist.is_initialized()
+    if len(given) == 1 and init_method == "env://" and not adopt:
+        missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
+        raise ValueError(
+            f"the environment variable {given[0]} is set and {missing} is not; launchers such as torchrun set both, "
+            "and a job of one process needs neither"
+        )
     if adopt:
         world_size = dist.get_world_size()
     else:

@@ -154,7 +154,8 @@ class InspectTensor:
             The same on every rank: for each tensor a dictionary with ``name`` (the group, a number for those with the
             same name and group, and the name, joined by dots), ``shape``, ``max``, ``min``, ``mean``, ``std``,
             ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. The tensors of different samples are
-            concatenated along the first dimension. A tensor that is the same on all tensor-parallel ranks counts once.
+            concatenated along the first dimension. If ranks have other lengths in other dimensions, ``shape`` has
+            those of the rank that reads it. A tensor that is the same on all tensor-parallel ranks counts once.
             Gradients are those of the loss without the loss scale of ``OptimManager``; None if there is none.
 
         Raises:

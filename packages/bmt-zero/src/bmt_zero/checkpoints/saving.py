@@ -28,6 +28,8 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     Raises:
         TypeError, ValueError: something cannot be saved.
     """
+    if isinstance(per_replica, str):
+        raise TypeError(f"per_replica={per_replica!r} must be a list of names: [{per_replica!r}]")
     unknown = [name for name in per_replica if name not in given.others]
     if unknown:
         raise ValueError(f"per_replica names {unknown}, which the call does not save")

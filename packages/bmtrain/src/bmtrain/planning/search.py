@@ -42,7 +42,7 @@ def search(model: PlannedModel, job: Job, choices: Choices = Choices()) -> list[
     estimates: list[Estimate] = []
     *lower, highest = sorted(set(choices.zero))
     problem: object = "no product of tp and pipe divides the number of devices"
-    layouts = list(_layouts(model, job, choices, highest))
+    layouts = list(dict.fromkeys(_layouts(model, job, choices, highest)))
     is_chosen = choices.tp is not None and choices.pipe is not None
     possible = [each for each in layouts if is_chosen or _least(model, job, each) <= job.device_memory]
     for settings in possible or layouts:
