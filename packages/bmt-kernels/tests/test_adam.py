@@ -225,6 +225,27 @@ class TestEveryVariant:
                 bmt_kernels.adam_step(**arguments, **step)
             assert same_bits(wholes, expected), place
 
+    @pytest.mark.parametrize("eps", [0.0, 1e-8])
+    @pytest.mark.parametrize("exponents", [(0, 256), (70, 185)], ids=["all", "usual"])
+    def test_quotients_of_all_magnitudes_have_the_bits_of_the_reference(self, device, exponents, eps):
+        """On CUDA a thread computes its quotients by other instructions where all magnitudes are usual."""
+        count = 1 << (24 if device.type == "cuda" else 16)
+        moments = []
+        for sign in (2, 1):
+            places = torch.randint(*exponents, (count,), dtype=torch.int32) * 2**23
+            patterns = places + torch.randint(2**23, (count,), dtype=torch.int32)
+            moments.append((patterns - torch.randint(sign, (count,)) * 2**31).to(torch.int32).view(torch.float32))
+        results = []
+        for module, where in ((reference, "cpu"), (bmt_kernels, device)):
+            param = torch.zeros(count, device=where)
+            exp_avg, exp_avg_sq = (moment.to(where, copy=True) for moment in moments)
+            zeros = torch.zeros(count, device=where)
+            module.adam_step(
+                [param], [zeros], [exp_avg], [exp_avg_sq], lr=1.0, betas=(0.5, 0.5), eps=eps, weight_decay=0.0, step=1
+            )
+            results.append([param, exp_avg, exp_avg_sq])
+        assert same_bits(*results)
+
     @settings(max_examples=50, deadline=None)
     @given(case=cases())
     def test_is_handed_the_same_table_by_the_fast_and_the_complete_packing(self, case):
