@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from candidates import PLAIN, build
+from candidates import PLAIN, build, start
 from launch import launched, machine, on_ranks
 from models import GPTShape
 
@@ -27,17 +27,19 @@ import bmt_comm
 def run_alone(arguments: argparse.Namespace, shape: GPTShape) -> None:
     """Measure one candidate, in this process."""
     torch.set_num_threads(1)
-    context = bmt_comm.init_distributed()
+    context = start(arguments.alone)
+    if arguments.backward:
+        torch.autograd.set_multithreading_enabled(arguments.backward == "own")
     step = build(arguments.alone, shape, context)
     tokens = torch.randint(shape.vocab, (1, arguments.tokens + 1)).to(context.device)
     times = []
     for number in range(-5, arguments.steps):
         context.synchronize()
-        start = time.perf_counter()
+        begun = time.perf_counter()
         step(tokens[:, :-1], tokens[:, 1:])
         context.synchronize()
         if number >= 0:
-            times.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - begun)
     Path(arguments.into).write_text(json.dumps(statistics.median(times)))
     bmt_comm.shutdown()
 
@@ -50,6 +52,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in each start")
     parser.add_argument("--candidates", nargs="+", default=["FSDP2", "bmtrain ZeRO-3"])
+    parser.add_argument(
+        "--backward",
+        choices=("calling", "own"),
+        help="on a GPU, the thread of backward passes (default: torch's own for others, the calling one for bmtrain)",
+    )
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -58,6 +65,7 @@ def main() -> int:
         run_alone(arguments, shape)
         return 0
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "hidden", "tokens", "steps")]
+    sizes += [f"--backward={arguments.backward}"] if arguments.backward else []
     times: dict[str, list[float]] = {name: [] for name in (PLAIN, *arguments.candidates)}
     for _ in range(arguments.rounds):
         for name, found in times.items():

@@ -168,10 +168,9 @@ def init_distributed(
     Under ``torchrun`` the world comes from the environment; without a launcher the world is this process.
     A default process group that exists already is adopted, and not destroyed by :func:`shutdown`.
 
-    On CUDA, backward passes of the calling thread run in that thread until :func:`shutdown`
-    (``torch.autograd.set_multithreading_enabled(False)``). By default torch runs them in a thread for each GPU. A
-    process has one GPU here, so nothing runs side by side, and what Python does in backward takes about twice as long:
-    its objects move from one core's cache to the other's and back in each step.
+    On CUDA, backward passes of the calling thread run in that thread until it calls :func:`shutdown`
+    (``torch.autograd.set_multithreading_enabled(False)``). By default torch runs them in a thread for each GPU. With
+    one GPU nothing runs side by side then, and a step of 64 small layers took up to 1.4 times as long.
 
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).

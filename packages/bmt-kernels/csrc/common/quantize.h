@@ -48,7 +48,8 @@ constexpr int kUnsignedZero = 0;
 // The top bits of a number's fp32 pattern (exponent and 6 or 7 bits of the mantissa) name a bucket so narrow that it
 // holds at most one boundary between two entries. A bucket's word, less the bucket's first pattern, is rank << shift |
 // 2^shift - 1 - the low bits of the boundary: adding a pattern to it carries into the rank exactly if its low bits are
-// greater than those of the boundary. The rank counts entries from 0 upwards. Boundaries lie halfway between entries; a tie goes to the smaller.
+// greater than those of the boundary. The rank counts entries from 0 upwards. Boundaries lie halfway between entries; a
+// tie goes to the smaller.
 
 constexpr int kSignedShift = 17;
 constexpr int kUnsignedShift = 16;

@@ -1,4 +1,4 @@
-// The fused Adam step on CUDA: adam_element of common/adam.h over many tensors in one launch.
+// The fused Adam step on CUDA: the arithmetic of common/adam.h over many tensors in one launch.
 #include "cuda/adam.h"
 
 #include "cuda/batch.cuh"
@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kThreads)
   if (batch.aligned[row_index]) {
     done = n / kNeighbours * kNeighbours;
     for (int i = threadIdx.x * kNeighbours; i < done; i += kThreads * kNeighbours) {
-      adam_pack<Weight, Copy, Grad, kNeighbours, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
+      adam_pack<Weight, Copy, Grad, kNeighbours, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update,
+                                                        sums);
     }
   }
   for (int i = done + threadIdx.x; i < n; i += kThreads) {

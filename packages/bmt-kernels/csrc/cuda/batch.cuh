@@ -10,7 +10,7 @@
 namespace bmt {
 
 constexpr int kThreads = 256;
-constexpr int64_t kChunk = 8192;  // elements per thread block
+constexpr int64_t kChunk = 8192;  // elements that a thread block takes at once
 // Elements that a thread takes at once: four fp32 numbers fill a 128-bit access. Eight numbers in half precision would,
 // too, but then a warp's accesses to fp32 arrays beside them would have gaps.
 constexpr int kNeighbours = 4;
@@ -47,7 +47,7 @@ constexpr size_t kArgumentBytes = 4096;  // of a kernel
 template <class Row>
 constexpr int kMaxRows = static_cast<int>((kArgumentBytes - 320) / (sizeof(Row) + sizeof(uint32_t) + 1));
 
-// Thread blocks that all rows take together, over however many launches.
+// Chunks of all rows together, over however many launches.
 template <class Row>
 int64_t chunks_of_rows(const Row* rows, int64_t count) {
   int64_t chunks = 0;
@@ -60,7 +60,7 @@ struct Batch {
   Row rows[kMaxRows<Row>];
   uint32_t first_block[kMaxRows<Row> + 1];
   int32_t count;
-  bool aligned[kMaxRows<Row>];  // every array of the row starts on a 16-byte boundary
+  bool aligned[kMaxRows<Row>];  // every array of the row starts where kNeighbours may be moved at once
 };
 
 // Of a Batch, or of anything else that has count and first_block.
@@ -79,7 +79,7 @@ __device__ __forceinline__ int row_of_block(const Rows& batch, unsigned block = 
   return low;
 }
 
-// Elements [begin, begin + n) of the row are this block's.
+// Elements [begin, begin + n) of the row are this chunk.
 template <class Row>
 __device__ __forceinline__ void chunk_of_block(const Batch<Row>& batch, int row, int64_t& begin, int& n,
                                                unsigned block = blockIdx.x) {

@@ -21,8 +21,8 @@ __device__ __forceinline__ int32_t warp_max(int32_t x) {
 #endif
 }
 
-// The part of a block that exists, and which of its elements a lane has: twice four neighbours of a complete block whose
-// arrays are aligned, so that a warp's accesses have no gaps, else every 32nd.
+// The part of a block that exists, and which of its elements a lane has: twice four neighbours of a complete block
+// whose arrays are aligned, so that a warp's accesses have no gaps, else every 32nd.
 struct Span {
   int64_t block;
   int64_t begin;

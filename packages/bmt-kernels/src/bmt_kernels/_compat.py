@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_version: Any = torch.__version__  # a TorchVersion
 
 
 def _find_increment_version() -> Callable[[Sequence[Tensor]], None]:
@@ -28,8 +31,15 @@ keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_grap
 """Whether the backward that is running keeps the graph for another one; True if torch cannot say."""
 
 
-adds_products_in_fp32: bool = hasattr(torch.ops.aten.addmm, "dtype_out") and torch.version.hip is None
-"""Whether ``torch.addmm`` on CUDA adds the product of half-precision matrices to sums in fp32 (``out_dtype``)."""
+def adds_products_in_fp32(dtype: torch.dtype) -> bool:
+    """Whether ``torch.addmm`` on CUDA adds a product of matrices of this half-precision dtype to sums in fp32.
+
+    Before torch 2.10 its ``out_dtype`` wants the sums in the dtype of the matrices. 2.11 was tried.
+    """
+    if _version < (2, 11) or torch.version.hip is not None:
+        return False
+    accumulates_in_fp16 = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return not (dtype is torch.float16 and accumulates_in_fp16)
 
 
 def cuda_driver_version() -> tuple[int, int]:

@@ -29,8 +29,10 @@ from bmt_kernels._cross_entropy_parts import (
 from bmt_kernels.cross_entropy import Gather, check_columns, gathered_statistics
 from bmt_kernels.reference.cross_entropy import computing_dtype
 
-_LEAST_CHUNK = {"cpu": 256, "cuda": 2048}
-"""Fewer rows than this keep a matrix product from running at full speed, and the host of a GPU from keeping up."""
+_LEAST_CHUNK = 256
+"""Fewer rows than this keep a matrix product from running at full speed."""
+_LEAST_HALF_CHUNK_ON_CUDA = 2048
+"""With fewer rows than this in half precision, a GPU waits for the host."""
 _PRODUCT = 1 << 22
 """Elements of the products of half-precision matrices at most, so that they stay in a cache until they are added up."""
 
@@ -67,8 +69,8 @@ def linear_cross_entropy(
         class_weight: the `weight` of `cross_entropy`, (V,).
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
         chunk_size: tokens at a time. Default: as many as make a chunk's logits the size of `hidden`, N H / V, so that
-            they add no more to the peak than the gradient of `hidden` does; but at least 256, and 2048 on CUDA. In half
-            precision at least 3 H / 4, too, where `weight` needs a gradient: each chunk reads and writes its sum in
+            they add no more to the peak than the gradient of `hidden` does; but at least 256. In half precision at
+            least 2048 on CUDA, and 3 H / 4 where `weight` needs a gradient: each chunk reads and writes its sum in
             fp32, and the logits take the memory in which the sum is rounded in the end.
 
     Returns:
@@ -228,7 +230,10 @@ def _loss(
         raise NotImplementedError("linear_cross_entropy has no forward-mode derivative; use plain PyTorch for it")
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in layer]
     sums = needs[1] and computing_dtype(weight.dtype) is not weight.dtype
-    least = max(_LEAST_CHUNK.get(hidden.device.type, 256), 3 * hidden.shape[1] // 4 if sums else 0)
+    half_on_cuda = hidden.is_cuda and computing_dtype(hidden.dtype) is not hidden.dtype
+    least = _LEAST_HALF_CHUNK_ON_CUDA if half_on_cuda else _LEAST_CHUNK
+    if sums:
+        least = max(least, 3 * hidden.shape[1] // 4)
     chunk = chunk_size or max(least, hidden.numel() // max(weight.shape[0], 1))
     arguments = (classes.target, classes.weight, *numbers_of(classes))
     gathered = None
@@ -266,7 +271,7 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape if needs[0] else 0)
         self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else weight.new_empty(0)
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
-        self._widens = weight.dtype != dtype and weight.is_cuda and adds_products_in_fp32
+        self._widens = weight.dtype != dtype and weight.is_cuda and adds_products_in_fp32(weight.dtype)
         # Elsewhere a product of half-precision matrices is rounded to half precision; it is added up in fp32, some
         # classes at a time.
         rounds = needs[1] and weight.dtype != dtype and not self._widens

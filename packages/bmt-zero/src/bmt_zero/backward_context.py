@@ -394,11 +394,11 @@ class _Pass:
         """Whether the pass runs in another thread than this one, which one of its modules has started."""
         if self._thread == threading.get_ident():
             return False
-        return self._callback() is not None and self._thread in sys._current_frames()  # on CUDA the thread stays alive
+        return self._callback() is not None and self._thread in sys._current_frames()  # autograd's threads stay alive
 
 
 def is_running(frame: FrameType, thread: int) -> bool:
-    """Whether a thread is running a frame. On CUDA, backward runs in its own thread."""
+    """Whether a thread is running a frame. Backward may run in a thread of autograd."""
     current = sys._getframe(1) if thread == threading.get_ident() else sys._current_frames().get(thread)
     while current is not None:
         if current is frame:

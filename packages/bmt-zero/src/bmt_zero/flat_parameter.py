@@ -83,8 +83,7 @@ class FlatParameter:
 
     Attributes:
         communicators: the groups of several ranks among the two.
-        stream: for collectives that overlap with computation; None on CPU, and where one rank has all and there is
-            nothing to move.
+        stream: for collectives that overlap with computation; None on CPU.
         offloads: whether ``shard`` is in host memory; see [Note: offloaded parameters].
         device: of computation.
         dtype: of computation, and so of gradients; ``unsharded`` has it, too, unless the weights are in float8.
@@ -104,7 +103,7 @@ class FlatParameter:
         self.shard_comm, self.replicate_comm = communicators
         self.communicators = tuple(comm for comm in communicators if comm.size > 1)
         stream = (self.communicators or communicators)[0].stream
-        self._side_stream = None if stream is None else SideStream(stream)
+        self.stream = None if stream is None else SideStream(stream)
         self.options = options
         self.offloads = options.offload
         self.allocate = allocate
@@ -151,7 +150,6 @@ class FlatParameter:
         self.casts = dtype != shard.dtype
         self.is_shard = not self.casts and not self.offloads and self.shard_comm.size == 1
         self.releases = not self.is_shard and not is_kept
-        self.stream = None if self.is_shard and not self.communicators else self._side_stream
         packs = self.allocate and not self.is_shard and shard.is_floating_point() and self.float8 is None
         self.compression = self.options.precision.packs_parameters if packs else None
         self.is_shared = False

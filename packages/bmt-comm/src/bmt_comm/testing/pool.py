@@ -46,8 +46,7 @@ class RankPool:
         threads: CPU threads per rank.
         preload: names of packages that the servers import, where they are installed. They must start no threads.
         share_gpu: let NCCL take each rank for one on a host of its own. It refuses two ranks of a host on one GPU. Each
-            call gets new ranks, since a second one that sends through sockets ended them by SIGSEGV (NCCL of torch
-            2.11).
+            call gets new ranks, since a second one ended them by SIGSEGV (seen with torch 2.11; why is not known).
 
     Use it as a context manager, or call :meth:`close`. POSIX only.
     """
