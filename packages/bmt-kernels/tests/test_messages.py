@@ -544,6 +544,25 @@ def test_one_that_has_gone_leaves_nothing_under_way():
     assert not b.is_under_way
 
 
+def test_a_receive_of_any_process_ends_with_the_one_whose_message_has_begun_to_come():
+    a, b, c = connected(3, stage_bytes=PAGE)
+    size = 3 * WINDOW
+    box = torch.zeros(size, dtype=torch.uint8)
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        a.send(numbered(0, size), 2)
+        first, second = c.receive(box, None), c.receive(box[:8], None)
+        a.progress()
+        c.progress()
+        exchanges_between_two.discard(a)  # as if its process had ended
+        a.abandon()
+        with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+            first.wait(10.0)
+    b.send(numbered(1), 2)
+    second.wait()
+    assert torch.equal(box[:8], numbered(1))
+    assert not c.is_under_way
+
+
 def test_tensors_are_kept_until_they_are_sent():
     a, b = connected(2, stage_bytes=PAGE)
     a.send(numbered(5, 2 * PIECE), 1)  # the work and the tensor are dropped

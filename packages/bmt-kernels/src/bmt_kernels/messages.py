@@ -212,7 +212,7 @@ class SharedMemoryMessages:
             elif outcome == _CANCELLED:
                 work._end(work.peer, work.error)
             elif outcome == _GONE:
-                named = " and ".join(self.names[rank] for rank in self._peers(work))
+                named = " and ".join(self.names[rank] for rank in (self._peers(work) if peer == _ANY else [peer]))
                 gone = f"{named} has ended or closed its memory, and a message with it is missing"
                 work._end(work.peer, work.error or RuntimeError(gone))
             else:
@@ -254,10 +254,11 @@ class SharedMemoryMessages:
             if self._stopped:
                 raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
-            if len(gone) == len(peers):
-                native.lose(gone)  # ends this work and others; messages sent before the end are still received
+            if gone:  # also one of several: this receive from any process may have begun with a message of it
+                native.lose(gone)  # ends works with them; messages sent before the end are still received
                 self._conclude()
-                return
+                if work.is_done or work.error is not None:
+                    return
             if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
                 waited = "since an earlier wait has timed out" if late else f"for {timeout:g} seconds"
