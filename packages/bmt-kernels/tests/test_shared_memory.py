@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,15 @@ def test_a_place_is_used_again_only_when_all_have_received_its_message():
     for number, size in ((1, 4), (2, 4), (3, PAGE)):
         assert b.receive([size, 0], torch.uint8)[0].tolist() == pattern(0, number, size).tolist()
         b.release()
+
+
+def test_an_error_says_the_seconds_of_a_long_wait_in_full():
+    a, _ = connected(2, timeout=lambda: 1799.99)  # what is left of half an hour
+    with (
+        mock.patch.object(shared_memory, "time", mock.Mock(monotonic=mock.Mock(side_effect=[0.0, 1800.0]))),
+        pytest.raises(RuntimeError, match="member 1 has not sent or received a message for 1800 seconds"),
+    ):
+        a.receive([0, 8], torch.float32)
 
 
 def test_empty_messages_are_not_waited_for():

@@ -404,7 +404,8 @@ class SharedMemoryExchange:
                 raise RuntimeError(self._stopped)
             if time.monotonic() > deadline:
                 self._late.add(rank)
-                raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:.3g} seconds")
+                seconds = f"{round(timeout, 1):g} seconds"
+                raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {seconds}")
 
 
 def make_progress(but: object = None) -> None:
