@@ -604,5 +604,10 @@ def test_arguments_that_no_process_has():
             first.receive(torch.ones(2), peer)
     with pytest.raises(ValueError, match="it must be contiguous, on the CPU"):
         first.receive(torch.ones(4)[::2], 1)
+    for lazy in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj()):
+        with pytest.raises(ValueError, match="data is negated or conjugated when it is read"):
+            first.send(lazy, 1)
+        with pytest.raises(ValueError, match="data is negated or conjugated when it is read"):
+            first.receive(lazy, 1)
     with pytest.raises(RuntimeError, match="call connect first"):
         SharedMemoryMessages(0, ["one", "two"]).send(torch.ones(2), 1)

@@ -122,6 +122,22 @@ def test_a_place_is_used_again_only_when_all_have_received_its_message():
         b.release()
 
 
+@pytest.mark.parametrize("size", [3, 5000])
+def test_messages_have_the_numbers_that_autograd_and_lazy_tensors_show(size):
+    a, b = connected(2, capacity=64 * PAGE)
+    needs_grad = torch.ones(size, dtype=torch.complex64, requires_grad=True)
+    for part in (needs_grad, needs_grad * 2j, (needs_grad.detach() * 2j).conj(), torch._neg_view(torch.ones(size))):
+        a.send([part])
+        b.send([part[:0]])
+        (message,) = b.receive([part.nbytes, 0], part.dtype)[:1]
+        assert torch.equal(message, part)
+        assert not message.requires_grad
+        sent = a.receive([part.nbytes, 0], part.dtype)[0]
+        assert not sent.requires_grad
+        a.release()
+        b.release()
+
+
 def test_an_error_says_the_seconds_of_a_long_wait_in_full():
     a, _ = connected(2, timeout=lambda: 1799.99)  # what is left of half an hour
     with (

@@ -159,6 +159,8 @@ class SharedMemoryMessages:
             raise ValueError(f"peer={peer} is none of the other processes (0 to {len(self.names) - 1})")
         if not data.is_cpu or not data.is_contiguous():
             raise ValueError(f"data on {data.device} with strides {data.stride()}; it must be contiguous, on the CPU")
+        if data.is_neg() or data.is_conj():
+            raise ValueError("data is negated or conjugated when it is read; pass data.resolve_conj().resolve_neg()")
 
     def progress(self) -> None:
         """Receive and send without waiting."""

@@ -249,10 +249,11 @@ class SharedMemoryExchange:
         try:
             for part in parts:
                 nbytes = part.nbytes
-                if nbytes <= _SMALL and part.is_contiguous():  # a call of torch costs more than the copy
+                # A call of torch costs more than the copy, but negates and conjugates what is to be so when it is read.
+                if nbytes <= _SMALL and part.is_contiguous() and not part.is_neg() and not part.is_conj():
                     self._copy(self._own_address + HEADER + begin, part.data_ptr(), nbytes)
                 else:
-                    own.message(begin, nbytes, part.dtype).copy_(part.reshape(-1))
+                    own.message(begin, nbytes, part.dtype).copy_(part.detach().reshape(-1))
                 begin += nbytes
         except BaseException:
             self._places.release(place)
