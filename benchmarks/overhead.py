@@ -64,14 +64,14 @@ def main() -> int:
     if launched():
         run_alone(arguments, shape)
         return 0
-    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "hidden", "tokens", "steps")]
-    sizes += [f"--backward={arguments.backward}"] if arguments.backward else []
+    given = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "hidden", "tokens", "steps")]
+    given += [f"--backward={arguments.backward}"] if arguments.backward else []
     times: dict[str, list[float]] = {name: [] for name in (PLAIN, *arguments.candidates)}
     for _ in range(arguments.rounds):
         for name, found in times.items():
             with tempfile.TemporaryDirectory() as folder:
                 into = Path(folder, "seconds.json")
-                if code := on_ranks(__file__, 1, [*sizes, "--alone", name, "--into", str(into)]):
+                if code := on_ranks(__file__, 1, [*given, "--alone", name, "--into", str(into)]):
                     return code
                 found.append(json.loads(into.read_text()))
     print(f"{machine()}; 1 rank; {shape}; {arguments.rounds} rounds")

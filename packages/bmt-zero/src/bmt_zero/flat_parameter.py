@@ -59,7 +59,7 @@ from .float8 import Float8Weights, float8_dtype
 from .layout import FlatLayout, Placement
 from .options import Options
 from .sharded_parameter import ShardedParameter
-from .side_stream import SideStream, on_stream, record_event
+from .side_stream import SideStream, follow_compute, on_stream, record_event
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in a flat buffer
 
@@ -125,7 +125,6 @@ class FlatParameter:
             )
         self.state = State.SHARDED
         self._work: Work | None = None
-        self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
         self._read: torch.cuda.Event | None = None  # recorded after the copy of an offloaded shard in the side stream
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
@@ -336,8 +335,7 @@ class FlatParameter:
             self._borrower()
         self.wait()
         unsharded = self.unsharded.data  # another alias of the storage: its writes do not count for autograd
-        if self.stream is not None:
-            self.stream.follow()
+        follow_compute(self.stream)
         with named_range("unshard", self.label), on_stream(self.stream):
             if self.releases and self._storage.nbytes() != self._bytes:
                 self._storage.resize_(self._bytes)
@@ -359,7 +357,7 @@ class FlatParameter:
                 else:
                     self._work = comm.all_gather(unsharded, shard, async_op=on_cpu, label=self.label)
         if self.stream is not None:
-            self._arrived = self.stream.record(self.stream.arrived)
+            self.stream.record(self.stream.arrived)
         self.state = State.UNSHARDING
         self._version = version
 
@@ -370,11 +368,11 @@ class FlatParameter:
         assert self._work is not None
         with named_range("wait for unshard", self.label):
             self._work.wait()
-        if self.stream is not None and self._arrived is not None:
-            self.stream.let_compute_wait(self._arrived)
+        if self.stream is not None:
+            self.stream.let_compute_wait(self.stream.arrived)
         if self._read is not None:
             self._read.synchronize()
-        self._work = self._arrived = self._read = None
+        self._work = self._read = None
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
@@ -382,8 +380,7 @@ class FlatParameter:
         self.wait()
         if self.releases and self._borrower is None and self._storage.nbytes():
             with named_range("reshard", self.label):
-                if self.stream is not None:
-                    self.stream.follow()  # what the compute stream has yet to read
+                follow_compute(self.stream)  # what it has yet to read
                 self._storage.resize_(0)
         if self.state is State.UNSHARDED and not self.is_shared:  # shared values stay valid until the next computation
             self.state = State.SHARDED

@@ -13,7 +13,7 @@ from torch import Tensor
 from bmt_comm import TREE_SUM, Work, named_range
 
 from .flat_parameter import FlatParameter
-from .side_stream import on_stream, record_event
+from .side_stream import follow_compute, on_stream, record_event
 
 
 @dataclass
@@ -68,8 +68,7 @@ class Reduction:
         partial: Tensor | None,
     ) -> None:
         self._flat, self._settings, self._partial = flat, settings, partial
-        self._total: Tensor | None = total  # read by the side stream until ``_done``
-        self._done: torch.cuda.Event | None = None
+        self._total: Tensor | None = total  # the side stream reads it until ``stream.reduced``
         self.copied: torch.cuda.Event | None = None
         self.is_partial = not (settings.all_reduces or has_fixed_order) and flat.replicate_comm.size > 1
         self._op = TREE_SUM if has_fixed_order else "sum"
@@ -77,8 +76,7 @@ class Reduction:
         self._scale = grad_scale * divisor_before / settings.divisor
         comm, stream = flat.shard_comm, flat.stream
         on_cpu = stream is None
-        if stream is not None:
-            stream.follow()
+        follow_compute(stream)
         with named_range("reduce", flat.label), on_stream(stream):
             if has_fixed_order and comm.size == 1:
                 total = total.to(flat.shard.dtype)
@@ -99,9 +97,9 @@ class Reduction:
                 self._work = flat.replicate_comm.all_reduce(total, self._op, on_cpu, flat.label)
             if stream is not None:
                 self._complete()
-                if comm.size == 1:  # ``_done`` must come after the copy, which reads ``total``
+                if comm.size == 1:  # the event must come after the copy, which reads ``total``
                     self._offload()
-                self._done = stream.record(stream.reduced)
+                stream.record(stream.reduced)
                 if comm.size > 1:
                     self._offload()
         if not on_cpu:
@@ -117,8 +115,8 @@ class Reduction:
             self._complete()
             self._offload()
             flat.storage_returned()
-        elif self._done is not None:
-            flat.stream.let_compute_wait(self._done)
+        else:
+            flat.stream.let_compute_wait(flat.stream.reduced)
         self._total = None
         return self._reduced
 

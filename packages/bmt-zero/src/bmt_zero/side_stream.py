@@ -30,7 +30,7 @@ class SideStream:
     """``stream``, for one flat parameter. As a context, it is the current stream.
 
     Attributes:
-        arrived, reduced: events that are recorded again and again, each after the last wait for it.
+        arrived, reduced: events after the last all-gather and the last reduction, recorded again and again.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -66,6 +66,12 @@ class SideStream:
     def let_compute_wait(self, event: torch.cuda.Event) -> None:
         """Let the compute stream wait for an event of this stream."""
         event.wait(_current_stream(self._key[1]))
+
+
+def follow_compute(stream: SideStream | None) -> None:
+    """Let ``stream`` wait for the work that the compute stream has so far; on CPU there is nothing to do."""
+    if stream is not None:
+        stream.follow()
 
 
 def record_event(stream: SideStream | None) -> torch.cuda.Event | None:
