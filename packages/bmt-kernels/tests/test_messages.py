@@ -521,6 +521,18 @@ def test_of_one_that_has_gone_what_it_has_sent_still_arrives():
             waiting.wait()
 
 
+def test_a_program_that_only_asks_sees_that_the_other_one_has_gone():
+    a, b = connected(2, stage_bytes=PAGE)
+    box = torch.zeros(8, dtype=torch.uint8)
+    works = [b.send(numbered(0, 2 * PIECE), 0), b.receive(box, 0), b.receive(box, None)]
+    assert not any(work.is_completed() for work in works)
+    a.abandon()
+    assert all(work.is_completed() for work in works)
+    for work in works:
+        with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+            work.wait()
+
+
 def test_one_that_has_gone_leaves_nothing_under_way():
     a, b, c = connected(3, stage_bytes=PAGE)
     size = 3 * WINDOW

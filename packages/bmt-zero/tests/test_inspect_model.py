@@ -20,6 +20,7 @@ from bmt_zero import (
     inspect_model,
     inspect_tensor,
 )
+from bmt_zero.histograms import magnitudes
 
 
 class Model(nn.Module):
@@ -136,6 +137,17 @@ def test_plain_modules_are_inspected_without_a_start() -> None:
     layer = nn.Linear(3, 2)
     layer(torch.ones(1, 3)).sum().backward()
     assert_same(inspect_model(layer, "*"), [expected(n, p, p.grad) for n, p in layer.named_parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_both_parts_of_complex_numbers_count(dtype: torch.dtype) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(3, 4, dtype=dtype))
+    module.weight.grad = torch.randn(4, 3, dtype=dtype).mT.conj()
+    parts = [torch.view_as_real(x.detach().resolve_conj()) for x in (module.weight, module.weight.grad)]
+    assert_same(inspect_model(module, "*"), [expected("weight", *parts) | {"shape": (3, 4)}])
+    counts = magnitudes(torch.tensor([3 + 4j, 0, -0.03j, complex("inf")], dtype=dtype))
+    assert counts.nonzero().flatten().tolist() == [41, 50]  # of 10^-1.52 and 10^0.69
 
 
 @pytest.mark.ranks(1, 2)

@@ -239,6 +239,13 @@ class SharedMemoryMessages:
         """The ranks that may be the other end of a message."""
         return [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
 
+    def _lose_gone(self, peers: Sequence[int]) -> None:
+        """End the works with those of ``peers`` that have gone. Messages sent before the end are still received."""
+        gone = [rank for rank in peers if self._memories[rank].is_gone()]
+        if gone:  # also one of several: a receive from any process may have begun with a message of it
+            self._native.lose(gone)
+            self._conclude()
+
     def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
         native, number = self._native, work.number
         usual = self.timeout() if callable(self.timeout) else self.timeout
@@ -255,12 +262,9 @@ class SharedMemoryMessages:
             make_progress(self)
             if self._stopped:
                 raise RuntimeError(self._stopped)
-            gone = [rank for rank in peers if self._memories[rank].is_gone()]
-            if gone:  # also one of several: this receive from any process may have begun with a message of it
-                native.lose(gone)  # ends works with them; messages sent before the end are still received
-                self._conclude()
-                if work.is_done or work.error is not None:
-                    return
+            self._lose_gone(peers)
+            if work.is_done or work.error is not None:
+                return
             if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
                 waited = "since an earlier wait has timed out" if late else f"for {timeout:g} seconds"
@@ -328,9 +332,11 @@ class MessageWork:
         self.exchange._cancel(self)
 
     def is_completed(self) -> bool:
-        """Whether it is done, after progress without waiting."""
+        """Whether it is done or the other process has gone, after progress without waiting."""
         if not self.is_done:
             self.exchange.progress()
+        if not self.is_done:
+            self.exchange._lose_gone(self.exchange._peers(self))
         return self.is_done
 
     def _end(self, peer: int | None, error: Exception | None) -> None:

@@ -110,7 +110,8 @@ class Histograms:
 
 def magnitudes(x: Tensor) -> Tensor:
     """(BINS,) fp64 on the CPU: the number of elements of ``x`` in each bin."""
-    values = x.detach().reshape(-1).float().abs()
+    values = x.detach().reshape(-1)
+    values = (values if values.is_complex() else values.float()).abs()
     values = values[values.isfinite() & (values > 0)]
     bins = ((values.log10() - FIRST) * PER_DECADE).floor().long().clamp(0, BINS - 1)
     return torch.bincount(bins, minlength=BINS).double().cpu()

@@ -187,16 +187,18 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
     The tensor itself is kept, and a loss may use it. In a Block, it counts as an output of the Block then.
 
     Args:
-        x: any tensor, not a parameter.
+        x: any dense tensor, not a parameter.
         name: a name; several tensors may have it.
         group: a prefix of the name.
 
     Raises:
         RuntimeError: ``x`` is a parameter; see :func:`bmt_zero.inspect_model`.
-        TypeError: ``x`` is no tensor.
+        TypeError: ``x`` is no tensor, or sparse or nested.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, not {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise TypeError(f"{name!r} has layout {x.layout}; record a dense tensor, as x.to_dense() or x.values()")
     if isinstance(x, torch.nn.Parameter):
         raise RuntimeError(f"{name!r} is a parameter; inspect_model shows parameters, record_tensor other tensors")
     entry: Entry | None

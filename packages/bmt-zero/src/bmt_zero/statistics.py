@@ -18,7 +18,10 @@ _CHUNK = 1 << 22  # elements that are converted to fp64 at a time
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of all elements of a tensor. The standard deviation is that of a sample, as in ``torch.std``."""
+    """Statistics of all elements of a tensor. The standard deviation is that of a sample, as in ``torch.std``.
+
+    The real and the imaginary part of a complex number count as two elements.
+    """
 
     count: int
     mean: float
@@ -36,8 +39,11 @@ def describe(x: Tensor | None) -> Tensor:
     if x is None or x.numel() == 0:
         device = torch.device("cpu") if x is None else x.device
         return torch.tensor([0, 0, 0, -math.inf, math.inf], dtype=torch.float64, device=device)
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
     parts = []
-    for part in x.detach().reshape(-1).split(_CHUNK):
+    for part in x.reshape(-1).split(_CHUNK):
         values = part.double()
         mean = values.mean()
         count = torch.full_like(mean, values.numel())
