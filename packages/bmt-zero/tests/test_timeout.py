@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
+import traceback
 
 import pytest
 import torch
 from torch import nn
 
-from bmt_comm import init_distributed, watch
+from bmt_comm import RankFailureError, init_distributed, watch
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 
@@ -41,6 +43,39 @@ def test_a_timeout_is_served_once(when, tmp_path):
     with contextlib.suppress(RuntimeError):
         blocks(x)
     assert time.monotonic() - start < 3.5
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_report_is_printed_once(layers, tmp_path):
+    init_distributed(device="cpu", timeout=1.0)
+    blocks = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=3) for _ in range(layers)])
+    x = torch.ones(2, 4)
+    blocks(x).sum().backward()
+    if os.environ["RANK"] == "1":
+        elsewhere(tmp_path / "over")
+        return
+    with pytest.raises(RankFailureError, match="for layer 0") as caught:
+        blocks(x)
+    (tmp_path / "over").touch()
+    assert "".join(traceback.format_exception(caught.value)).count("and waits for no operation") == 1
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_an_interrupt_of_a_rank_that_waits_stays_an_interrupt(tmp_path):
+    init_distributed(device="cpu", timeout=20.0)
+    blocks = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=3) for _ in range(4)])
+    x = torch.ones(2, 4)
+    blocks(x).sum().backward()
+    if os.environ["RANK"] == "1":
+        elsewhere(tmp_path / "over")
+        return
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        blocks(x)
+    signal.signal(signal.SIGALRM, handler)
+    (tmp_path / "over").touch()
 
 
 class Layers(nn.Module):

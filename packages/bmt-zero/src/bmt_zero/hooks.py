@@ -262,7 +262,9 @@ class ForwardHooks:
                 else:
                     call.views = group.views()
             except BaseException:
-                call.abandon()
+                # An all-gather that has failed fails again here. The script is to see the first exception.
+                with contextlib.suppress(RuntimeError):
+                    call.abandon()
                 raise
         dtype = group.precision.param_dtype if group.precision.cast_forward_inputs else None
         if dtype is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import ParallelContext, not_compiled, select_rows, uses_compiler
+from bmt_comm import ParallelContext, RankFailureError, not_compiled, select_rows, uses_compiler
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
@@ -300,7 +300,7 @@ class ParameterGroup:
             for flat in self.flats:
                 flat.unshard()
             self.step.begin_use(self)
-        except torch.OutOfMemoryError:  # scripts catch this class
+        except (torch.OutOfMemoryError, RankFailureError):  # scripts catch these classes; a report names the group
             raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
@@ -310,7 +310,7 @@ class ParameterGroup:
         try:
             for flat in self.flats:
                 flat.wait()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankFailureError):
             raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
