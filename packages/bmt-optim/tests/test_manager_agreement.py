@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from bmt_comm import init_distributed, note_step, shutdown
 from bmt_comm.agreement import CallSequences
 from bmt_optim import AdamOptimizer, Lamb, OptimManager
+from bmt_optim.lr_scheduler import Linear
 
 
 def manager(ctx, differs, kind):
@@ -67,3 +70,47 @@ def test_a_step_that_one_rank_leaves_out_is_found_by_the_next_comparison():
     ctx = init_distributed(device="cpu")
     sequences.add(ctx.world, label)
     sequences.compare()  # a new job begins at none
+
+
+def sequences_of(ctx):
+    """A comparison as a backward pass of sharded modules makes it."""
+    sequences = CallSequences()
+    sequences.add(ctx.world, sequences.label("a Block"))
+    return sequences
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("late", [False, True])
+def test_learning_rates_that_differ_later_are_found_by_the_next_comparison(late):
+    ctx = init_distributed(device="cpu")
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamOptimizer(params, lr=0.1)
+    warm_up = Linear(optimizer, 0.1 * (1 + ctx.rank), warmup_iter=4, end_iter=20)  # is 0 at the first step
+    stepped = OptimManager(loss_scale=2.0 if late else None, grad_scale=1, reads_late=late)
+    stepped.add_optimizer(optimizer, warm_up)
+    for step in range(2):
+        stepped.zero_grad()
+        stepped.backward(params[0].square().sum())
+        if step:
+            sequences_of(ctx).compare()
+        stepped.step()
+    with pytest.raises(RuntimeError, match=r"rates: step 2 of this job with 0.025 on rank 0 and 0.05 on rank 1"):
+        sequences_of(ctx).compare()
+    shutdown()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_step_that_raises_on_one_rank_is_found_though_the_script_goes_on():
+    ctx = init_distributed(device="cpu")
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamOptimizer(params, lr=0.1)
+    if ctx.rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    stepped = OptimManager(grad_scale=1)
+    stepped.add_optimizer(optimizer)
+    stepped.backward(params[0].square().sum())
+    with pytest.raises(ZeroDivisionError) if ctx.rank == 1 else nullcontext():
+        stepped.step()
+    with pytest.raises(RuntimeError, match="differently often: rank 0 1 times, rank 1 0 times"):
+        sequences_of(ctx).compare()
+    shutdown()

@@ -17,6 +17,7 @@ import hashlib
 import json
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -208,18 +209,24 @@ def _raise_difference(comm: Communicator, first: str, second: str, other: int) -
 
 
 _steps = 0
+_rates: deque[str] = deque(maxlen=64)
+"""The learning rates of the last steps, as texts: hosts may compute the last digit of a rate differently."""
+_rates_digest = 0
 
 
-def note_step() -> None:
-    """Count a step of an optimizer. Ranks compare the counts."""
-    global _steps
+def note_step(rates: Sequence[float] = ()) -> None:
+    """Count a step of an optimizer, with its learning rates. Ranks compare the counts and the rates."""
+    global _steps, _rates_digest
     _steps += 1
+    _rates.append(", ".join(f"{rate:.6g}" for rate in rates))
+    _rates_digest = (_rates_digest * 1000003 + zlib.crc32(_rates[-1].encode())) & _MASK
 
 
 def forget_steps() -> None:
-    """A job begins: set the count of steps to 0."""
-    global _steps
-    _steps = 0
+    """A job begins: forget the steps of the one before."""
+    global _steps, _rates_digest
+    _steps = _rates_digest = 0
+    _rates.clear()
 
 
 class CallSequences:
@@ -227,7 +234,7 @@ class CallSequences:
 
     A collective does not fail if one rank passes another parameter of the same size. Each operation adds its label to a
     digest for its communicator. :meth:`compare` exchanges a digest of 8 bytes per rank, and the labels only if digests
-    differ.
+    differ. The digest is of the steps of optimizers, too.
     """
 
     _KEPT = 512  # operations since the last comparison whose labels can be named
@@ -267,7 +274,7 @@ class CallSequences:
         digests, self._digests = self._digests, {}
         started, self._operations = self._operations, {}
         for comm, digest in digests.items():
-            mine = torch.full((1,), digest ^ _steps, dtype=torch.int64, device=comm.device)
+            mine = torch.full((1,), digest ^ _steps ^ _rates_digest, dtype=torch.int64, device=comm.device)
             everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(everyone, mine, label="the order of operations")
             if comm.device.type == "cuda":
@@ -284,8 +291,8 @@ class CallSequences:
         if digests.count(digests[0]) == len(digests):
             return
         self._digests, self._operations, self._late = {}, {}, []
-        gathered = comm.all_gather_object((_steps, [self._names[label] for label in operations]))
-        steps, reports = zip(*gathered, strict=True)
+        gathered = comm.all_gather_object((_steps, list(_rates), [self._names[label] for label in operations]))
+        steps, rates, reports = zip(*gathered, strict=True)
         other = next(rank for rank in range(comm.size) if digests[rank] != digests[0])
         for number, (a, b) in enumerate(zip_longest(reports[0], reports[other], fillvalue="nothing")):
             if a != b:
@@ -298,4 +305,13 @@ class CallSequences:
                 f"ranks have stepped their optimizers differently often: rank {comm.ranks[0]} {steps[0]} times, "
                 f"rank {comm.ranks[other]} {steps[other]} times"
             )
-        raise RuntimeError(f"ranks {comm.ranks} disagree on the order of operations, too long ago to say where")
+        for number, (a, b) in enumerate(zip(rates[0], rates[other], strict=True), steps[0] - len(rates[0]) + 1):
+            if a != b:
+                raise RuntimeError(
+                    f"ranks have stepped with different learning rates: step {number} of this job with {a} on rank "
+                    f"{comm.ranks[0]} and {b} on rank {comm.ranks[other]}; what was trained since is wrong. Give "
+                    f"schedulers the same numbers on all ranks: the mean of a loss, not that of one rank"
+                )
+        raise RuntimeError(
+            f"ranks {comm.ranks} disagree on the order of operations or on learning rates, too long ago to say where"
+        )

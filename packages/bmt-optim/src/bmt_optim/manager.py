@@ -365,7 +365,6 @@ class OptimManager:
         if not self._compared:
             self._compared = True
             self._check_settings()
-        note_step()
         with torch.no_grad():  # not around steps: others' optimizers may differentiate in them
             factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
             flag = self._overflow() if self._checks else None
@@ -381,6 +380,7 @@ class OptimManager:
                 record = advance(steps)
                 assert record is not None
                 self._pending = copy, steps, record
+                self._note_step()
                 if not self.reads_late:
                     return self.settle()
                 for optimizer in together:
@@ -391,8 +391,15 @@ class OptimManager:
             return False
         pairs = zip(self.optimizers, self._unscale_themselves)
         self._step_alone([pair for pair in pairs if not any(pair[0] is each for each in together)], factor)
+        self._note_step()  # not before: a rank whose step has raised an exception differs from the others
         self._count()
         return True
+
+    def _note_step(self) -> None:
+        """Note the step and its learning rates, for ranks to compare. Stages of a pipeline may have other rates."""
+        groups = [group for each in self._optimizers for group in each.param_groups if self.context.pipe_size == 1]
+        rates = (group.get("lr") for group in groups)
+        note_step([rate for rate in rates if isinstance(rate, (int, float))])  # reading a tensor may wait for a device
 
     def settle(self) -> bool:
         """Wait until it is known whether the last step was taken, and count or skip it. Returns whether it was taken.
