@@ -77,6 +77,14 @@ def test_an_unexpected_error_on_rank_0_reaches_the_others(ctx: Any, tmp_path: Pa
 
 
 @pytest.mark.ranks(2)
+def test_a_directory_that_a_rank_does_not_see_is_named(ctx: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / f"of rank {ctx.rank}")
+    checkpointer.save(1, model=sharded())
+    with pytest.raises(SaveError, match=r"not written: rank 1: .*/of rank 1/.*; all ranks must share the directory"):
+        checkpointer.wait()
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_that_is_late_still_hears_every_answer(ctx: Any, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", timeout=5)
     if ctx.rank == 1:
