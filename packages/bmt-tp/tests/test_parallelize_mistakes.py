@@ -107,10 +107,11 @@ def test_layers_that_are_not_called_or_need_unsharded_parameters(ctx):
     layer = nn.Sequential(nn.MultiheadAttention(8, 2))
     with pytest.raises(TypeError, match=r"in a torch\.nn\.MultiheadAttention"):
         parallelize(layer, {"0.out_proj": "rowwise"})
-    with_magnitudes = nn.Sequential(Attention())
-    with_magnitudes[0].o.lora_magnitude_vector["default"] = nn.Identity()
-    with pytest.raises(TypeError, match="use_dora=True"):
-        parallelize(with_magnitudes, ADAPTED)
+    for name in "qo":  # column-wise and row-wise
+        with_magnitudes = nn.Sequential(Attention())
+        with_magnitudes[0].get_submodule(name).lora_magnitude_vector["default"] = nn.Identity()
+        with pytest.raises(TypeError, match=rf"'0\.{name}\.base_layer' has adapters with use_dora=True"):
+            parallelize(with_magnitudes, ADAPTED)
     fused = nn.Sequential(Attention())
     fused[0].qkv, fused[0].num_key_value_heads = nn.Linear(16, 24), 2
     with pytest.raises(ValueError, match="different numbers of heads"):
