@@ -209,6 +209,17 @@ def test_sequences_are_no_longer_than_the_positions_of_the_model():
         estimate(load_model("gpt2"), job, Settings())
 
 
+def test_jobs_and_settings_that_cannot_be_are_refused():
+    job = Job(4, 1e9, 6, SIZES.sequence, torch.bfloat16, DEVICES["cpu"])
+    for name in ("world_size", "device_memory", "batch", "sequence", "node_size", "network"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be positive"):
+            dataclasses.replace(job, **{name: 0})
+    with pytest.raises(ValueError, match="interleave=0 must be positive"):
+        Settings(pipe=2, interleave=0)
+    with pytest.raises(ValueError, match="optimizer='sgd' is not planned; choose one of adam, "):
+        search(gpt(), job, Choices(optimizers=["sgd"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

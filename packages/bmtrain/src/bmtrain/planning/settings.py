@@ -44,6 +44,12 @@ class Job:
     node_size: int = 8
     network: float = 25e9
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is not positive."""
+        for name in ("world_size", "device_memory", "batch", "sequence", "node_size", "network"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
     @property
     def is_half(self) -> bool:
         return self.dtype in (torch.float16, torch.bfloat16)
@@ -81,6 +87,13 @@ class Settings:
     micro_batches: int = 1
     checkpoint: bool = True
     optimizer: str = "adam"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if there is no such optimizer, or no chunk."""
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={self.optimizer!r} is not planned; choose one of {', '.join(OPTIMIZERS)}")
+        if self.interleave < 1:
+            raise ValueError(f"interleave={self.interleave} must be positive")
 
     @property
     def accumulation(self) -> int:
