@@ -120,19 +120,22 @@ def test_initial_values_are_normal_and_do_not_depend_on_the_ranks():
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_parts_of_a_sequence_are_gathered_if_asked(ctx):
+@pytest.mark.parametrize("sequence_dim", [1, -1])
+def test_parts_of_a_sequence_are_gathered_if_asked(ctx, sequence_dim):
     torch.manual_seed(0)
-    embed = VPEmbedding(12, 5, dtype=torch.float, gather_input=True)
+    embed = VPEmbedding(12, 4, dtype=torch.float, gather_input=True, sequence_dim=sequence_dim)
     table = full_state_dict(embed)["weight"]
     ids = torch.randint(0, 12, (3, 4))
     mine = ids.chunk(2, 1)[ctx.tp_rank]
     vectors = embed(mine)
     assert torch.equal(vectors, table[mine])
-    factor = torch.randn(3, 4, 5)
+    factor = torch.randn(3, 4, 4)
     scores = embed(vectors, projection=True)
     assert torch.allclose(scores, (table[ids] @ table.t()).chunk(2, -1)[ctx.tp_rank], rtol=1e-5, atol=1e-6)
     (vectors * factor.chunk(2, 1)[ctx.tp_rank]).sum().backward()
-    expected = torch.zeros(12, 5).index_add_(0, ids.flatten(), factor.flatten(0, 1)).chunk(2)[ctx.tp_rank]
+    expected = torch.zeros(12, 4).index_add_(0, ids.flatten(), factor.flatten(0, 1)).chunk(2)[ctx.tp_rank]
     assert torch.allclose(gradient(embed), expected)
     with pytest.raises(RuntimeError, match=r"If ranks pass parts of the sequence: VPEmbedding\(gather_input=True\)"):
         VPEmbedding(12, 5, dtype=torch.float)(torch.full((2, 2), ctx.rank))
+    with pytest.raises(ValueError, match=r"VPEmbedding: 2 is not a dimension of a tensor of shape \(3, 4\)"):
+        VPEmbedding(12, 4, dtype=torch.float, sequence_parallel=True, sequence_dim=2)(ids)

@@ -11,7 +11,7 @@ from bmt_comm import Communicator
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
 from .parameters import Module, check_is_own, check_positive, divided, make_parameter
-from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
+from .regions import from_front, gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
 class VPEmbedding(Module):
@@ -31,7 +31,7 @@ class VPEmbedding(Module):
             and the input of the projection is gathered.
         gather_input: each rank passes the ids of its part of the sequence, which are gathered. It implies
             ``sequence_parallel``.
-        sequence_dim: the dimension of the ids (and of the vectors, when counted from the front) that is split.
+        sequence_dim: the dimension of the ids that is split. If it is negative, it counts from their last.
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
@@ -91,16 +91,21 @@ class VPEmbedding(Module):
 
         Raises:
             IndexError: an id is outside of the vocabulary. On CUDA an assertion of the device fails instead.
+            ValueError: the ids do not have the dimension ``sequence_dim``, or the ranks do not divide it.
             TypeError: ids are not integers, or the table is computed from something else.
             RuntimeError: the ranks have different ids.
         """
         check_is_own(self, self.comm, "weight")
         if projection:
+            dim = (
+                self.sequence_dim if self.sequence_dim >= 0 else self.sequence_dim - 1
+            )  # vectors have the features last
             return OpParallelLinear.apply(
-                x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm
+                x, self.weight, None, self.sequence_parallel, sequence_dim=dim, comm=self.comm
             )
+        dim = from_front(x, self.sequence_dim, "VPEmbedding") if self.sequence_parallel else 0
         if self.gather_input:
-            x = gather_along(x, self.sequence_dim, self.comm)
+            x = gather_along(x, dim, self.comm)
         elif not self._has_checked and not torch.compiler.is_compiling():
             try:
                 check_same_batch(x, comm=self.comm)
@@ -111,7 +116,7 @@ class VPEmbedding(Module):
             self._has_checked = True
         y = lookup(x, self.weight, self.vocab_start, self.vocab_size)
         if self.sequence_parallel:
-            return reduce_scatter_along(y, self.sequence_dim, self.comm)
+            return reduce_scatter_along(y, dim, self.comm)
         return reduce_from_ranks(y, self.comm)
 
     def extra_repr(self) -> str:
