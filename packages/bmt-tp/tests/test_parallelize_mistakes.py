@@ -102,6 +102,27 @@ def test_unknown_names_of_heads_are_refused(ctx, name):
     parallelize(fused, {"0.qkv": "packed_colwise:3"})
 
 
+class WithProperty(Attention):
+    @property
+    def n_head(self) -> int:
+        return self.num_heads
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_numbers_of_heads_that_cannot_be_set(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(WithProperty())
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match="'n_head' of '0' is a property"):
+        parallelize(model, ADAPTED)
+    with pytest.raises(TypeError, match=r"give a tuple of names, \('num_heads',\)"):
+        parallelize(model, ADAPTED, divided_attributes="num_heads")
+    assert torch.equal(model(x), plain(x))
+    parallelize(model, ADAPTED, divided_attributes=("num_heads",))
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert model[0].n_head == 2
+
+
 @pytest.mark.ranks(2, tp_size=2)
 def test_layers_that_are_not_called_or_need_unsharded_parameters(ctx):
     layer = nn.Sequential(nn.MultiheadAttention(8, 2))

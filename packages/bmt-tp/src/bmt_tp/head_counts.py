@@ -34,6 +34,8 @@ def divided_heads(
     model: nn.Module, shards: list[PlannedShard], comm: Communicator, attributes: tuple[str, ...] | None
 ) -> list[tuple[nn.Module, str, int]]:
     """The attributes to set, each as its module, its name and its value."""
+    if isinstance(attributes, str):
+        raise TypeError(f"divided_attributes={attributes!r} is a string; give a tuple of names, ({attributes!r},)")
     parents: dict[str, nn.Module] = {}
     features: dict[str, list[int]] = {}  # for each of them, the sizes of its layers that are sharded column-wise
     for shard in shards:
@@ -80,6 +82,12 @@ def divided_heads(
             value = getattr(parent, attribute, None)
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
+            computed = getattr(type(parent), attribute, None)
+            if isinstance(computed, property) and computed.fset is None:
+                raise ValueError(
+                    f"{attribute!r} of {parent_name!r} is a property, which cannot be divided; pass divided_attributes "
+                    "with the attributes that it is computed from"
+                )
             if value % comm.size:
                 raise ValueError(
                     f"{attribute}={value} of {parent_name!r} cannot be divided over {comm.size} tensor-parallel ranks"

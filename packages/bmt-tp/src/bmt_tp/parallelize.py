@@ -99,7 +99,7 @@ def parallelize(
         ``model``.
 
     Raises:
-        TypeError: a module that the plan names cannot be sharded that way.
+        TypeError: a module that the plan names cannot be sharded that way; ``divided_attributes`` is a string.
         ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, parameters
             tied between modules that are sharded differently, or parameters that are sharded already; without
             ``divided_attributes``, a module with an integer attribute (``heads``, ``nhead``) that may or may not count
