@@ -125,6 +125,7 @@ def test_another_attention_and_heads_that_cannot_be_divided_are_refused(ctx):
     x = torch.zeros(B, 3, S, HEAD)
     with pytest.raises(ValueError, match="with heads that 2 ranks divide"):
         ulysses_attention(x, x, x)
-    x, mask = torch.zeros(B, 4, S, HEAD), torch.zeros(B, 4, 2 * S, 2 * S)
-    with pytest.raises(ValueError, match="the same for all heads"):
-        ulysses_attention(x, x, x, attn_mask=mask)
+    x = torch.zeros(B, 4, S, HEAD)
+    for shape in ((B, 4, 2 * S, 2 * S), (4, 2 * S, 2 * S)):
+        with pytest.raises(ValueError, match="the same for all heads"):
+            ulysses_attention(x, x, x, attn_mask=torch.zeros(shape))

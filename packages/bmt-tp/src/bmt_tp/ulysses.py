@@ -58,7 +58,7 @@ def ulysses_attention(
             f"{comm.size} ranks divide"
         )
     mask = args[0] if args else options.get("attn_mask")
-    if mask is not None and mask.dim() == 4 and mask.shape[HEADS] != 1:
+    if mask is not None and mask.dim() >= 3 and mask.shape[-3] != 1:
         raise ValueError(f"attn_mask has the shape {tuple(mask.shape)}; it must be the same for all heads")
     if key.shape[HEADS] % comm.size:
         repeats = query.shape[HEADS] // key.shape[HEADS]
