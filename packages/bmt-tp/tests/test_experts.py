@@ -183,6 +183,8 @@ def test_what_cannot_be_divided_is_named_and_nothing_changes(ctx):
     assert not hasattr(model.layers[0].experts.up, "bmt_slice")
     with pytest.raises(ValueError, match=r"tokens \(3, 7\), experts \(2, 1\) and weights \(3, 1\) must have"):
         expert_parallel(None, torch.zeros(3, 7), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, 1), 4)
+    with pytest.raises(TypeError, match=r"experts have dtype torch\.float32; give integers"):
+        expert_parallel(None, torch.zeros(3, 7), torch.zeros(3, 1), torch.zeros(3, 1), 4)
     with pytest.raises(ValueError, match="num_experts=3 cannot be divided"):
         expert_parallel(None, torch.zeros(3, 7), torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 1), 3)
 

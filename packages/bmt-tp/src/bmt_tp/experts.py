@@ -66,6 +66,7 @@ def expert_parallel(
         (T, H).
 
     Raises:
+        TypeError: ``experts`` are not integers.
         ValueError: the ranks do not divide the experts, or the shapes do not fit together.
     """
     comm = tensor_comm(comm)
@@ -75,6 +76,8 @@ def expert_parallel(
             f"tokens {tuple(tokens.shape)}, experts {tuple(experts.shape)} and weights {tuple(weights.shape)} must "
             f"have the shapes (T, H), (T, k) and (T, k)"
         )
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
+        raise TypeError(f"experts have dtype {experts.dtype}; give integers")
     expert_of_pair = experts.reshape(-1)
     if split_tokens:
         pairs = expert_of_pair.argsort(stable=True)
