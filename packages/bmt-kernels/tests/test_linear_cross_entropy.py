@@ -389,7 +389,6 @@ def test_registered_operations_hold_what_pytorch_asks_of_them(dtype):
     )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's forward mode about itself
 def test_forward_mode_is_refused():
     hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
     with torch.autograd.forward_ad.dual_level():

@@ -235,7 +235,6 @@ def test_a_checkpoint_around_the_call(ctx: ParallelContext, count: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=300)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself, and the next one
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_backward_in_two_passes_of_what_is_compiled_in_part(ctx: ParallelContext) -> None:
     sizes = WIDTH, 2 * WIDTH

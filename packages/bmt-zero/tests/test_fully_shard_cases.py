@@ -462,7 +462,6 @@ def test_containers_between_modules(ctx):
     train_both(ctx, plain, model, backward)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("resharded", [True, False])
 def test_forward_mode_derivatives(ctx, resharded):

@@ -97,9 +97,8 @@ class VPEmbedding(Module):
         """
         check_is_own(self, self.comm, "weight")
         if projection:
-            dim = (
-                self.sequence_dim if self.sequence_dim >= 0 else self.sequence_dim - 1
-            )  # vectors have the features last
+            # Vectors have one dimension more than ids, the last one.
+            dim = self.sequence_dim if self.sequence_dim >= 0 else self.sequence_dim - 1
             return OpParallelLinear.apply(
                 x, self.weight, None, self.sequence_parallel, sequence_dim=dim, comm=self.comm
             )
