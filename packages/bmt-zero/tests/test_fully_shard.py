@@ -518,6 +518,23 @@ def test_mixed_precision(ctx, reduce_dtype, resharded):
 
 
 @pytest.mark.ranks(2)
+def test_a_policy_of_torch_chooses_dtypes(ctx):
+    class Layer(nn.Linear):
+        def forward(self, x):
+            dtypes.append((x.dtype, self.weight.dtype, self.bias.dtype))
+            return x @ self.weight.T + self.bias
+
+    dtypes: list = []
+    is_in_torch = hasattr(TorchPolicy, "param_dtype_override_fn")  # from 2.15 on
+    policy = (TorchPolicy if is_in_torch else MixedPrecisionPolicy)(
+        torch.bfloat16, param_dtype_override_fn=lambda param: param.dtype if param.dim() == 1 else None
+    )
+    for shard in (fully_shard, torch_fully_shard if is_in_torch else fully_shard):
+        shard(Layer(4, 3), mesh=world_mesh(), mp_policy=policy)(torch.ones(2, 4)).sum().backward()
+    assert dtypes == [(torch.bfloat16, torch.bfloat16, torch.float32)] * 2
+
+
+@pytest.mark.ranks(2)
 def test_dtypes_of_inputs_and_outputs(ctx):
     seen = []
 
@@ -893,6 +910,8 @@ def test_settings_that_mean_nothing_here_say_so(ctx):
     model.set_reduce_scatter_max_input_buffers(1)
     model.set_allocate_memory_from_process_group_for_comm(False)
     model.set_separate_reduce_scatter_group(False)
+    model.set_keep_unsharded_storage(False)
+    model.set_manual_backward_finalization(False)
     model.set_post_optim_event(None)
     model.layers[0].set_unshard_in_backward(True)
     for method, argument in [
@@ -901,9 +920,13 @@ def test_settings_that_mean_nothing_here_say_so(ctx):
         ("set_custom_all_gather", None),
         ("set_custom_reduce_scatter", None),
         ("set_separate_reduce_scatter_group", True),
+        ("set_keep_unsharded_storage", True),
+        ("set_manual_backward_finalization", True),
     ]:
         with pytest.raises(RuntimeError, match=method):
             getattr(model, method)(argument)
+    with pytest.raises(RuntimeError, match="finalize_backward: bmt_zero completes the reductions of each backward"):
+        model.finalize_backward()
     with pytest.raises(ValueError, match="max_input_buffers=2"):
         model.set_reduce_scatter_max_input_buffers(2)
     with pytest.raises(TypeError, match="bool"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from block_helpers import seeded
@@ -51,6 +53,65 @@ def test_reduction_in_fp32_keeps_what_half_precision_would_lose(ctx, level):
         block(torch.tensor([[256.0 if ctx.rank == 0 else 1.0]])).sum().backward()
         [param] = block.parameters()
         assert param.grad.sum().item() == expected
+
+
+def vectors_as_stored(param):
+    return param.dtype if param.dim() == 1 else None
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_some_parameters_are_computed_with_as_they_are_stored(ctx, level, whole):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 5), nn.LayerNorm(5)
+
+        def forward(self, x):
+            dtypes.append([p.dtype for p in (self.linear.weight, self.linear.bias, self.norm.weight, self.norm.bias)])
+            y = x @ self.linear.weight.T + self.linear.bias
+            return self.norm(y.to(self.norm.weight.dtype))
+
+    half, single = torch.bfloat16, torch.float32
+    dtypes: list = []
+    torch.manual_seed(0)
+    plain = Module()
+    twin = copy.deepcopy(plain)
+    twin.linear.weight.data = twin.linear.weight.data.to(half)
+    policy = MixedPrecision(half, single, param_dtype_override_fn=vectors_as_stored)
+    if whole:
+        model = BMTrainModelWrapper(plain, zero_level=level, precision=policy)
+    else:
+        model = Block(plain, False, level, precision=policy)
+    x = seeded(0, 4, 6)
+    y = model(x)
+    expected = twin(x.to(half))
+    assert dtypes == [[half, single, single, single]] * 2
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    if ctx.world_size == 1:
+        for (name, mine), theirs in zip(plain.named_parameters(), twin.parameters()):
+            assert mine.grad.dtype == single
+            assert torch.equal(mine.grad, theirs.grad.to(single)), name
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_override_other_dtypes_are_told(ctx):
+    policy = MixedPrecision(torch.bfloat16, param_dtype_override_fn=[vectors_as_stored, lambda param: None][ctx.rank])
+    for shard in (lambda module: Block(module, precision=policy), lambda m: BMTrainModelWrapper(m, precision=policy)):
+        with pytest.raises(RuntimeError, match=r"bias: .* torch.float32 computed as stored requires_grad=True"):
+            shard(nn.Linear(4, 3))
+
+
+@pytest.mark.ranks(1)
+def test_an_override_must_choose_one_of_two_dtypes(ctx):
+    module = nn.Linear(4, 3)
+    policy = MixedPrecision(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
+    with pytest.raises(ValueError, match=r"has returned torch.float16 for a parameter of shape \(3, 4\); it may"):
+        Block(module, precision=policy)
+    assert type(module.weight) is nn.Parameter
 
 
 @pytest.mark.ranks(1, 2)

@@ -248,6 +248,28 @@ class FSDPModule:
         """Raises RuntimeError."""
         _refuse("set_custom_reduce_scatter", "communicates through bmt_comm.Communicator")
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Without effect: the memory of unsharded parameters is released when they are resharded.
+
+        Raises:
+            RuntimeError: ``keep`` is true.
+        """
+        if keep:
+            _refuse("set_keep_unsharded_storage", "releases the memory of unsharded parameters")
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Without effect: each backward completes its reductions.
+
+        Raises:
+            RuntimeError: ``enabled`` is true.
+        """
+        if enabled:
+            _refuse("set_manual_backward_finalization", "completes the reductions of each backward at its end")
+
+    def finalize_backward(self, *, async_op: bool = False) -> None:
+        """Raises RuntimeError, as in torch without :meth:`set_manual_backward_finalization`."""
+        _refuse("finalize_backward", "completes the reductions of each backward at its end")
+
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Without effect: all collectives of a module use one process group.
 
@@ -462,7 +484,8 @@ def _precision(policy: Any) -> MixedPrecision:
     if not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}")
     options: dict[str, Any] = {name: getattr(policy, name) for name in names}
-    return MixedPrecision(**options, compression=getattr(policy, "compression", None))
+    newer = ("param_dtype_override_fn", "compression")  # of torch 2.15, and of ours
+    return MixedPrecision(**options, **{name: getattr(policy, name, None) for name in newer})
 
 
 def _offload(policy: Any) -> tuple[bool, bool]:

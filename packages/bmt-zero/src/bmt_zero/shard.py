@@ -335,17 +335,19 @@ def check_groups(
 
 def _plan(
     params: Iterable[nn.Parameter], context: ParallelContext, options: Options
-) -> list[tuple[FlatLayout, list[nn.Parameter]]]:
+) -> list[tuple[FlatLayout, list[nn.Parameter], MixedPrecision]]:
     """Divide parameters into flat parameters, each of which one collective can unshard, and plan their layouts.
 
-    Returns the layout of each flat parameter, and its parameters in the order of the layout's indices.
+    Returns the layout of each flat parameter, its parameters in the order of the layout's indices, and their precision.
     """
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in params:
         tp_mode = getattr(param, "tp_mode", False)
-        kinds.setdefault((tp_mode, param.dtype, float8_dtype(param), param.requires_grad), []).append(param)
+        precision = options.precision.of(param)
+        kind = tp_mode, precision, param.dtype, float8_dtype(param), param.requires_grad
+        kinds.setdefault(kind, []).append(param)
     plans = []
-    for (tp_mode, *_), members in kinds.items():
+    for (tp_mode, precision, *_), members in kinds.items():
         shard_comm, _ = options.groups(context, tp_mode)
         shapes, granularity = [slice_of(p).tp_shard_shape for p in members], [granularity_of(p) for p in members]
         layouts = plan_layouts(shapes, shard_comm.size, granularity)
@@ -357,7 +359,8 @@ def _plan(
                 stacklevel=2,
             )
         for layout in layouts:
-            plans.append((layout, [members[index] for index in sorted(p.index for p in layout.placements)]))
+            indices = sorted(p.index for p in layout.placements)
+            plans.append((layout, [members[index] for index in indices], precision))
     return plans
 
 
@@ -378,7 +381,7 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
                 f"deterministic=True: the ranks of a shard group must follow one another, and they are {shard_ranks}"
             )
     params = [slot.param for slot in first]
-    facts = [parameter_fact(slot.path, p) for slot, p in zip(first, params, strict=True)]
+    facts = [parameter_fact(slot.path, p, options.precision) for slot, p in zip(first, params, strict=True)]
     for comm in () if _agreed.get() else options.ranks(context):
         check_agreement(comm, f"the parameters of {options.name} at level {options.level}", facts)
     for param in params:
@@ -386,7 +389,7 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     for module in {slot.module: None for slot in slots}:
         if isinstance(module, nn.RNNBase):  # convert() cannot swap tensors that have weak references
             module._flat_weight_refs = [None] * len(module._flat_weights_names)
-    reducers = [_build(layout, members, context, options) for layout, members in _plan(params, context, options)]
+    reducers = [_build(*each, context, options) for each in _plan(params, context, options)]
     if options.stage_local:
         for param in params:
             setattr(param, STAGE_LOCAL_ATTRIBUTE, True)
@@ -421,12 +424,14 @@ def check_compression(options: Options, context: ParallelContext, slots: Sequenc
         )
 
 
-def parameter_fact(name: str, param: Tensor) -> str:
+def parameter_fact(name: str, param: nn.Parameter, precision: MixedPrecision) -> str:
     """A description of a parameter, which must be the same on all ranks before it is sharded."""
     meta = " on meta" if param.is_meta else ""
     granules = f" granularity={rows}" if (rows := granularity_of(param)) > 1 else ""
     travels = f" as {dtype}" if (dtype := float8_dtype(param)) else ""
-    return f"{name}: {slice_of(param).shape} {param.dtype}{travels} requires_grad={param.requires_grad}{meta}{granules}"
+    computed = "" if precision.of(param).param_dtype == precision.param_dtype else " computed as stored"
+    dtypes = f"{param.dtype}{travels}{computed}"
+    return f"{name}: {slice_of(param).shape} {dtypes} requires_grad={param.requires_grad}{meta}{granules}"
 
 
 @contextlib.contextmanager
@@ -446,8 +451,8 @@ def build_standalone(
     param: ShardedParameter, context: ParallelContext, values: Tensor | None, options: Options
 ) -> None:
     """Shard a parameter as a group by itself. ``values``: its unsharded values; None: it has none yet."""
-    [(layout, params)] = _plan([param], context, options)
-    reducer = _build(layout, params, context, options, standalone=True, value=values)
+    [each] = _plan([param], context, options)
+    reducer = _build(*each, context, options, standalone=True, value=values)
     name = f"a parameter of shape {param.bmt_slice.shape}"
     ParameterGroup([reducer], context, dataclasses.replace(options, name=name), step_context(context))
 
@@ -455,12 +460,14 @@ def build_standalone(
 def _build(
     layout: FlatLayout,
     params: list[nn.Parameter],
+    precision: MixedPrecision,
     context: ParallelContext,
     options: Options,
     standalone: bool = False,
     value: Tensor | None = None,
 ) -> GradientReducer:
     """Make a flat parameter of ``params`` with their values, or of one ``standalone`` parameter with ``value``."""
+    options = dataclasses.replace(options, precision=precision)
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
     communicators = options.groups(context, tp_mode)
     storage = options.new_storage(layout.shard_numel, dtype, context.device).zero_()

@@ -102,10 +102,10 @@ def BMTrainModelWrapper(
     rest = _slots_outside(model, layers, context)
     # Other stages do not have the parameters that are local to a stage.
     facts = _shared_with_stages(model) if context.pipe_size > 1 else []
-    facts += [parameter_fact(name, p) for name, p in model.named_parameters() if not is_stage_local(p)]
+    precision = precision or MixedPrecision()
+    facts += [parameter_fact(name, p, precision) for name, p in model.named_parameters() if not is_stage_local(p)]
     facts += [f"Block {path}" for path, module in model.named_modules() if module in layers] + [f"level {level}"]
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
-    precision = precision or MixedPrecision()
     inside = dataclasses.replace(precision, output_dtype=None)
     options = Options(level, inside, offload=offload)
     with agreed():
