@@ -363,15 +363,15 @@ def test_a_collective_that_a_rank_skips_fails_within_the_timeout(tmp_path):
         be_elsewhere(tmp_path / "0")
 
 
-@pytest.mark.ranks(4, init=False, timeout=40)
+@pytest.mark.ranks(4, init=False, timeout=60)
 def test_the_timeout_holds_for_every_communicator_of_the_layout(tmp_path):
-    ctx = init_distributed(timeout=1.5, tp_size=2, device="cpu")
+    ctx = init_distributed(timeout=4.0, tp_size=2, device="cpu")  # it holds for the start, too, and machines are busy
     ctx.world.barrier()  # both groups begin at once: a second after the first time-out, the ranks elsewhere are ended
     start = time.monotonic()
     if ctx.tp_rank == 0:
         with pytest.raises(RuntimeError):
             ctx.tp.all_reduce(torch.ones(3))
-        assert 1 < time.monotonic() - start < 10
+        assert 3 < time.monotonic() - start < 20
         (tmp_path / str(ctx.rank)).touch()
     else:
         be_elsewhere(tmp_path / "0", tmp_path / "2")
