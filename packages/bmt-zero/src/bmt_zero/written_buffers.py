@@ -54,6 +54,7 @@ class WrittenBuffers:
         training = any(module.training for module in self._modules if module._buffers)
         known = self._written.get(training)
         buffers = self._present()
+        parameters = {(i, name) for i, m in enumerate(self._modules) for name in m._parameters}
         before = {k: b.clone() for k, b in buffers.items() if known is None or k in known or b.nbytes <= _SMALL}
         versions = {key: _version(buffer) for key, buffer in buffers.items()}
         yield
@@ -74,7 +75,9 @@ class WrittenBuffers:
             and not isinstance(self._modules[key[0]], nn.modules.batchnorm._NormBase)
         }
         copies.update({key: before.get(key, kept.get(key)) for key in written})
-        copies.update({key: Created(buffer) for key, buffer in self._present().items() if key not in buffers})
+        # A parametrization that is removed in forward leaves an unsharded parameter among the buffers.
+        created = {key: buffer for key, buffer in self._present().items() if key not in buffers.keys() | parameters}
+        copies.update({key: Created(buffer) for key, buffer in created.items()})
 
     def _present(self) -> dict[tuple[int, str], Tensor]:
         return {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
