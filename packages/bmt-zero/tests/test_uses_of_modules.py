@@ -240,45 +240,6 @@ def test_buffers_that_only_some_forwards_write_to(ctx, is_small):
             torch.testing.assert_close(model.get_buffer(name), buffer)
 
 
-class Creating(nn.Module):
-    """Creates a buffer in its first forward, and writes to it in each."""
-
-    def __init__(self, adds: bool) -> None:
-        super().__init__()
-        self.linear, self.adds = nn.Linear(WIDTH, WIDTH), adds
-        self.seen: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "seen"):
-            self.register_buffer("seen", torch.zeros(()))
-        if self.adds:
-            self.seen += 1
-        else:
-            self.seen.copy_(x.detach().abs().mean())
-        return self.linear(x) * self.seen.clone()
-
-
-@pytest.mark.ranks(1)
-def test_a_buffer_that_a_checkpointed_forward_creates_and_adds_to_is_refused(ctx):
-    model = shard(Creating(adds=True), use_checkpoint=True)
-    loss = model(seeded(0, 3, WIDTH)).sum()
-    with pytest.raises(RuntimeError, match=r"buffers \['seen'\] and has created them itself.* create them in __init__"):
-        loss.backward()
-    assert model.seen == 1
-
-
-@pytest.mark.ranks(1)
-def test_a_buffer_that_a_checkpointed_forward_creates_and_computes_anew(ctx):
-    torch.manual_seed(0)
-    plain = Creating(adds=False)
-    model = shard(copy.deepcopy(plain), use_checkpoint=True)
-    for step in range(3):
-        for each in (plain, model):
-            each(seeded(step, 3, WIDTH)).square().sum().backward()
-        assert_same_gradients(model, plain)
-        assert torch.equal(model.seen, plain.seen)
-
-
 class SomeLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

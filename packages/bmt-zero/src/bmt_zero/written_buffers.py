@@ -2,59 +2,46 @@
 
 Recomputation starts from the values before the forward, and its own writes are dropped. So buffers that forward writes
 to are copied before it. The first forward in training, and the first one in evaluation, copies all buffers to learn
-which ones it writes to. Small buffers are always copied, because only some forwards may write to them. A buffer that a
-forward creates has no values from before: recomputation gets those from after it, and fails if it changes them.
+which ones it writes to. Small buffers are always copied, because only some forwards may write to them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 _SMALL = 1 << 16  # bytes
 
-
-class Created(NamedTuple):
-    """A buffer that a forward has created, with its values from after it."""
-
-    buffer: Tensor
-
-
 # Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
-Copies = dict[tuple[int, str], Tensor | Created | None]
+Copies = dict[tuple[int, str], Tensor | None]
 
 
 class WrittenBuffers:
     """The buffers of ``modules`` and all modules in them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [m for module in modules for m in module.modules()]
+        self._modules = [m for module in modules for m in module.modules() if m._buffers]
         self._written: dict[bool, set[tuple[int, str]]] = {}  # (index of module, name), in training and evaluation
 
     def noting_writes(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Fill ``copies`` for the buffers that the forward within writes to."""
-        may_write = not self._written or any(m._buffers for m in self._modules)  # the first forward may create buffers
-        return self._noting_writes(copies) if may_write else contextlib.nullcontext()
+        return self._noting_writes(copies) if self._modules else contextlib.nullcontext()
 
     def restored(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Within, buffers have the values from before the forward. Afterwards they have their current values again.
 
         Raises:
-            RuntimeError: the forward was the first to write to a large buffer, so there is no copy; or it has created a
-                buffer, and what is computed within has changed it.
+            RuntimeError: the forward was the first to write to a large buffer, so there is no copy.
         """
-        return self._restored(copies) if copies else contextlib.nullcontext()
+        return self._restored(copies) if self._modules else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _noting_writes(self, copies: Copies) -> Iterator[None]:
-        training = any(module.training for module in self._modules if module._buffers)
+        training = any(module.training for module in self._modules)
         known = self._written.get(training)
-        buffers = self._present()
-        parameters = {(i, name) for i, m in enumerate(self._modules) for name in m._parameters}
+        buffers = {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
         before = {k: b.clone() for k, b in buffers.items() if known is None or k in known or b.nbytes <= _SMALL}
         versions = {key: _version(buffer) for key, buffer in buffers.items()}
         yield
@@ -75,12 +62,6 @@ class WrittenBuffers:
             and not isinstance(self._modules[key[0]], nn.modules.batchnorm._NormBase)
         }
         copies.update({key: before.get(key, kept.get(key)) for key in written})
-        # A parametrization that is removed in forward leaves an unsharded parameter among the buffers.
-        created = {key: buffer for key, buffer in self._present().items() if key not in buffers.keys() | parameters}
-        copies.update({key: Created(buffer) for key, buffer in created.items()})
-
-    def _present(self) -> dict[tuple[int, str], Tensor]:
-        return {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
 
     @contextlib.contextmanager
     def _restored(self, copies: Copies) -> Iterator[None]:
@@ -92,33 +73,15 @@ class WrittenBuffers:
                 f"use_checkpoint=False for this module"
             )
         now = [dict(m._buffers) for m in self._modules]
-        created: list[tuple[str, Tensor, Tensor, int]] = []
         for (index, name), value in copies.items():
             assert value is not None
-            if isinstance(value, Created):
-                copy = value.buffer.clone()
-                created.append((name, value.buffer, copy, _version(copy)))
-            else:
-                copy = value.clone()
-            self._modules[index]._buffers[name] = copy
+            self._modules[index]._buffers[name] = value.clone()
         try:
             yield
         finally:
             for module, buffers in zip(self._modules, now, strict=True):
                 module._buffers.update(buffers)
-            # Also after an exception: recomputation may end by one.
-            changed = [name for name, old, new, n in created if _version(new) != n and not _are_equal(old, new)]
-            if changed:
-                raise RuntimeError(
-                    f"a checkpointed forward has written to the buffers {changed} and has created them itself; it "
-                    f"cannot be computed again with their values before; create them in __init__, or use "
-                    f"use_checkpoint=False for this module"
-                )
 
 
 def _version(buffer: Tensor) -> int:
     return -1 if buffer.is_inference() else buffer._version
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
