@@ -14,13 +14,12 @@ from saving_helpers import Position, plain, same, sharded
 from torch import nn
 
 import bmt_zero
-from bmt_comm import init_distributed, shutdown
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import pretrained as pretrained_module
 from bmt_zero.checkpoints import writer as writer_module
 from bmt_zero.checkpoints.loading import Loading
 from bmt_zero.checkpoints.sources import OpenFile
-from bmt_zero.checkpoints.store_communicator import RendezvousError, StoreCommunicator
+from bmt_zero.checkpoints.store_communicator import StoreCommunicator
 
 
 class Refused(Exception):
@@ -99,20 +98,6 @@ def test_a_rank_that_is_late_still_hears_every_answer(ctx: Any, tmp_path: Path) 
     for _ in range(20):
         with pytest.raises(FileNotFoundError):
             checkpointer.load(7, model=plain())
-
-
-@pytest.mark.ranks(2, init=False)
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_save_that_one_rank_leaves_out_does_not_wait_for_a_rank_that_has_left(leaver: int, tmp_path: Path) -> None:
-    ctx = init_distributed(device="cpu")
-    checkpointer = Checkpointer(tmp_path / "c", timeout=1000)
-    model = sharded()
-    if ctx.rank == leaver:
-        shutdown()
-        return
-    checkpointer.save(1, model=model)
-    with pytest.raises(RendezvousError, match=f"rank {leaver} has left the job and cannot come to the call"):
-        checkpointer.wait()
 
 
 @pytest.mark.ranks(3)

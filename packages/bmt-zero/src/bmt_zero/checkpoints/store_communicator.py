@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
 import hashlib
 import json
 import time
@@ -14,14 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bmt_comm import before_shutdown
-
 _PART = 1 << 22  # bytes of a value in the store, which takes less than 8 MiB
-_LOOK = 1.0  # seconds between two looks whether a rank that is waited for has left
 
 
 class RendezvousError(RuntimeError):
-    """Ranks did not join a call in time or have left the job, or the store is lost."""
+    """Ranks did not join a call in time, or the store is lost."""
 
 
 class StoreCommunicator:
@@ -52,7 +47,6 @@ class StoreCommunicator:
         times = store.add(f"bmt_checkpoints/made/{self.rank}", 1)
         self._store: Any = dist.PrefixStore(f"bmt_checkpoints/{times}", store)
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-        before_shutdown(functools.partial(_leave, self._store, self.rank))
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
@@ -147,42 +141,21 @@ class StoreCommunicator:
     def _wait(self, keys: Sequence[str]) -> None:
         """Poll until the keys exist, so that other threads can use the store."""
         deadline, pause = time.monotonic() + self.timeout, 0.0005
-        look = time.monotonic() + _LOOK
         missing = list(keys)
         while True:
-            gone = ""
             try:
-                if time.monotonic() > look:  # before the keys, because a rank may write its last one and leave
-                    look = time.monotonic() + _LOOK
-                    gone = missing[0] if self._store.check([f"left/{self._rank_of(missing[0], keys)}"]) else ""
                 while missing and self._store.check(missing[:1]):
                     missing.pop(0)
             except RuntimeError as error:
                 raise RendezvousError(f"rank {self.rank} has lost the store where ranks meet: {error}") from error
             if not missing:
                 return
-            if missing[0] == gone:
-                raise RendezvousError(
-                    f"rank {self._rank_of(gone, keys)} has left the job and cannot come to the call that rank "
-                    f"{self.rank} is in; every rank must call save, wait and load alike"
-                )
             if time.monotonic() > deadline:
                 absent = [key for key in missing if not self._store.check([key])]
-                ranks = ", ".join(self._rank_of(key, keys) for key in absent[:8])
+                ranks = ", ".join(key.rpartition("/")[2] for key in absent[:8]) if len(keys) > 1 else "0"
                 raise RendezvousError(
                     f"after {self.timeout:g} s, rank(s) {ranks} have not come to the call that rank {self.rank} is in; "
                     "every rank must call save, wait and load alike"
                 )
             time.sleep(pause)
             pause = min(pause * 2, 0.02)
-
-    @staticmethod
-    def _rank_of(key: str, keys: Sequence[str]) -> str:
-        """The rank that writes ``key``, one of ``keys`` that are waited for."""
-        return key.rpartition("/")[2] if len(keys) > 1 else "0"
-
-
-def _leave(store: Any, rank: int) -> None:
-    """Tell ranks that wait for this one that it will make no further call."""
-    with contextlib.suppress(RuntimeError):  # the store may have ended before this process
-        store.set(f"left/{rank}", b"")
