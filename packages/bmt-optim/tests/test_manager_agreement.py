@@ -94,8 +94,28 @@ def test_learning_rates_that_differ_later_are_found_by_the_next_comparison(late)
         if step:
             sequences_of(ctx).compare()
         stepped.step()
-    with pytest.raises(RuntimeError, match=r"rates: step 2 of this job with 0.025 on rank 0 and 0.05 on rank 1"):
+    with pytest.raises(RuntimeError, match=r"step 2 of this job, parameter group 0: 0.025 on rank 0 and 0.05 on"):
         sequences_of(ctx).compare()
+    shutdown()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_skipped_step_counts_alike_with_a_hook_on_one_rank_only():
+    ctx = init_distributed(device="cpu")
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamOptimizer(params, lr=0.1)
+    stepped = OptimManager(loss_scale=2.0, grad_scale=1)
+    stepped.add_optimizer(optimizer)
+    taken = []
+    for factor in (1.0, float("inf"), 1.0):
+        stepped.zero_grad()
+        stepped.backward(params[0].square().sum() * factor)
+        sequences_of(ctx).compare()
+        if factor != 1 and ctx.rank == 0:
+            optimizer.register_step_post_hook(lambda *_: None)  # its steps are not taken together with others
+        taken.append(stepped.step())
+    sequences_of(ctx).compare()
+    assert taken == [True, False, True]
     shutdown()
 
 

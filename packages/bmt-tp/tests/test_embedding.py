@@ -120,7 +120,7 @@ def test_initial_values_are_normal_and_do_not_depend_on_the_ranks():
 
 
 @pytest.mark.ranks(2, tp_size=2)
-@pytest.mark.parametrize("sequence_dim", [1, -1])
+@pytest.mark.parametrize("sequence_dim", [1, -2])
 def test_parts_of_a_sequence_are_gathered_if_asked(ctx, sequence_dim):
     torch.manual_seed(0)
     embed = VPEmbedding(12, 4, dtype=torch.float, gather_input=True, sequence_dim=sequence_dim)
@@ -137,5 +137,6 @@ def test_parts_of_a_sequence_are_gathered_if_asked(ctx, sequence_dim):
     assert torch.allclose(gradient(embed), expected)
     with pytest.raises(RuntimeError, match=r"If ranks pass parts of the sequence: VPEmbedding\(gather_input=True\)"):
         VPEmbedding(12, 5, dtype=torch.float)(torch.full((2, 2), ctx.rank))
-    with pytest.raises(ValueError, match=r"VPEmbedding: 2 is not a dimension of a tensor of shape \(3, 4\)"):
-        VPEmbedding(12, 4, dtype=torch.float, sequence_parallel=True, sequence_dim=2)(ids)
+    for wrong in (2, -1, -4):
+        with pytest.raises(ValueError, match=rf"sequence_dim={wrong} is no dimension of ids of shape \(3, 4\)"):
+            VPEmbedding(12, 4, dtype=torch.float, sequence_parallel=True, sequence_dim=wrong)(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import time
@@ -15,6 +16,7 @@ from torch import nn
 
 import bmt_zero
 from bmt_zero import Checkpointer, SaveError
+from bmt_zero.checkpoints import job
 from bmt_zero.checkpoints import pretrained as pretrained_module
 from bmt_zero.checkpoints import writer as writer_module
 from bmt_zero.checkpoints.loading import Loading
@@ -250,3 +252,26 @@ def test_refused_loads_leave_no_open_files_or_threads(tmp_path: Path) -> None:
     files, threads = usage()
     assert files <= before[0]
     assert threads <= before[1]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_disk_that_fails_on_one_rank_is_named_on_all(
+    ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", timeout=30)
+    stat = Path.stat
+
+    def lost(*_: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def stat_or_lost(path: Path, **options: Any) -> os.stat_result:
+        if ".part" in str(path):
+            lost()
+        return stat(path, **options)
+
+    if ctx.rank == 1:
+        monkeypatch.setattr(job, "_write_files", lost)
+        monkeypatch.setattr(Path, "stat", stat_or_lost)
+    checkpointer.save(1, model=sharded())
+    with pytest.raises(SaveError, match=r"rank 1: .*Stale file handle"):
+        checkpointer.wait()

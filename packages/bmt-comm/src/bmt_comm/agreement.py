@@ -234,7 +234,7 @@ class CallSequences:
 
     A collective does not fail if one rank passes another parameter of the same size. Each operation adds its label to a
     digest for its communicator. :meth:`compare` exchanges a digest of 8 bytes per rank, and the labels only if digests
-    differ. The digest is of the steps of optimizers, too.
+    differ. The digest also covers the steps of optimizers and their learning rates.
     """
 
     _KEPT = 512  # operations since the last comparison whose labels can be named
@@ -307,10 +307,12 @@ class CallSequences:
             )
         for number, (a, b) in enumerate(zip(rates[0], rates[other], strict=True), steps[0] - len(rates[0]) + 1):
             if a != b:
+                groups = enumerate(zip_longest(a.split(", "), b.split(", "), fillvalue="none"))
+                index, (x, y) = next((index, pair) for index, pair in groups if pair[0] != pair[1])
                 raise RuntimeError(
-                    f"ranks have stepped with different learning rates: step {number} of this job with {a} on rank "
-                    f"{comm.ranks[0]} and {b} on rank {comm.ranks[other]}; what was trained since is wrong. Give "
-                    f"schedulers the same numbers on all ranks: the mean of a loss, not that of one rank"
+                    f"ranks have stepped with different learning rates: step {number} of this job, parameter group "
+                    f"{index}: {x} on rank {comm.ranks[0]} and {y} on rank {comm.ranks[other]}; what was trained since "
+                    f"is wrong. Give schedulers the same numbers on all ranks: the mean of a loss, not that of one rank"
                 )
         raise RuntimeError(
             f"ranks {comm.ranks} disagree on the order of operations or on learning rates, too long ago to say where"

@@ -387,6 +387,7 @@ class OptimManager:
                     optimizer.settle_step = self.settle
                 return None
         if not run(begin_steps(together, self.loss_scale, factor), flag, None if alike else self.context.world):
+            self._note_step()  # skipped or not: other ranks may note it before they know
             self._skip()
             return False
         pairs = zip(self.optimizers, self._unscale_themselves)
@@ -398,8 +399,9 @@ class OptimManager:
     def _note_step(self) -> None:
         """Note the step and its learning rates, for ranks to compare. Stages of a pipeline may have other rates."""
         groups = [group for each in self._optimizers for group in each.param_groups if self.context.pipe_size == 1]
-        rates = (group.get("lr") for group in groups)
-        note_step([rate for rate in rates if isinstance(rate, (int, float))])  # reading a tensor may wait for a device
+        rates = [group.get("lr") for group in groups]
+        # Tensors are not compared: reading one may wait for a device.
+        note_step([math.nan if rate is None or isinstance(rate, Tensor) else float(rate) for rate in rates])
 
     def settle(self) -> bool:
         """Wait until it is known whether the last step was taken, and count or skip it. Returns whether it was taken.

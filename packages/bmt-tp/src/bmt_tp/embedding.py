@@ -11,7 +11,7 @@ from bmt_comm import Communicator
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
 from .parameters import Module, check_is_own, check_positive, divided, make_parameter
-from .regions import from_front, gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
+from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
 class VPEmbedding(Module):
@@ -31,7 +31,8 @@ class VPEmbedding(Module):
             and the input of the projection is gathered.
         gather_input: each rank passes the ids of its part of the sequence, which are gathered. It implies
             ``sequence_parallel``.
-        sequence_dim: the dimension of the ids that is split. If it is negative, it counts from their last.
+        sequence_dim: the dimension of the ids that is split. A negative one counts from the last dimension of the
+            vectors, as in the linear layers: -2 is the last of the ids.
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
@@ -97,12 +98,10 @@ class VPEmbedding(Module):
         """
         check_is_own(self, self.comm, "weight")
         if projection:
-            # Vectors have one dimension more than ids, the last one.
-            dim = self.sequence_dim if self.sequence_dim >= 0 else self.sequence_dim - 1
             return OpParallelLinear.apply(
-                x, self.weight, None, self.sequence_parallel, sequence_dim=dim, comm=self.comm
+                x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm
             )
-        dim = from_front(x, self.sequence_dim, "VPEmbedding") if self.sequence_parallel else 0
+        dim = dim_of_ids(x, self.sequence_dim) if self.sequence_parallel else 0
         if self.gather_input:
             x = gather_along(x, dim, self.comm)
         elif not self._has_checked and not torch.compiler.is_compiling():
@@ -120,6 +119,21 @@ class VPEmbedding(Module):
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.embedding_size}, ranks={self.comm.size}"
+
+
+def dim_of_ids(ids: Tensor, dim: int) -> int:
+    """The dimension of ``ids`` that is dimension ``dim`` of their vectors, counted from the front.
+
+    Raises:
+        ValueError: the ids do not have it.
+    """
+    front = dim if dim >= 0 else dim + ids.dim() + 1
+    if not 0 <= front < ids.dim():
+        raise ValueError(
+            f"sequence_dim={dim} is no dimension of ids of shape {tuple(ids.shape)}; negative ones count from the last "
+            f"dimension of the vectors, so -2 is the last of the ids"
+        )
+    return front
 
 
 def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:

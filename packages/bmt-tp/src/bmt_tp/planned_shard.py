@@ -206,7 +206,7 @@ def _check_fits(match: Match, kind: str, transposed: bool) -> None:
             raise TypeError(
                 f"{name!r} is in a torch.nn.MultiheadAttention, which reads its weight and does not call it"
             )
-    if kind in LINEAR_STYLES and len(getattr(wrapper, "lora_magnitude_vector", ())):
+    if kind in SHARDING_STYLES and len(getattr(wrapper, "lora_magnitude_vector", ())):
         raise TypeError(
             f"{name!r} has adapters with use_dora=True, whose norms and magnitudes are of the unsharded weight"
         )

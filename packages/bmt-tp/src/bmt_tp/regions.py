@@ -83,7 +83,7 @@ def gather_along(x: Tensor, dim: int, comm: Communicator | None = None, *, parti
         ValueError: ``dim`` is not a dimension.
     """
     comm = tensor_comm(comm)
-    return x if comm.size == 1 else _Gather.apply(x, from_front(x, dim, "gather_along"), comm, partial_grad)
+    return x if comm.size == 1 else _Gather.apply(x, _from_front(x, dim, "gather_along"), comm, partial_grad)
 
 
 @not_compiled
@@ -99,7 +99,7 @@ def reduce_scatter_along(x: Tensor, dim: int, comm: Communicator | None = None) 
 
 def checked_dim(x: Tensor, dim: int, comm: Communicator, what: str) -> int:
     """``dim``, counted from the front; raises ValueError unless the ranks divide it."""
-    dim = from_front(x, dim, what)
+    dim = _from_front(x, dim, what)
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"{what}: dimension {dim} of shape {tuple(x.shape)} cannot be split evenly over {comm.size} "
@@ -108,8 +108,7 @@ def checked_dim(x: Tensor, dim: int, comm: Communicator, what: str) -> int:
     return dim
 
 
-def from_front(x: Tensor, dim: int, what: str) -> int:
-    """``dim``, counted from the front; raises ValueError unless ``x`` has it."""
+def _from_front(x: Tensor, dim: int, what: str) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{what}: {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()

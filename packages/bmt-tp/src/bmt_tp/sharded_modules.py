@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import Communicator, not_compiled, slice_of, tp_shard_of
 
-from .embedding import lookup
+from .embedding import dim_of_ids, lookup
 from .parallel_ops import ReduceType, column_linear, row_linear
 from .parameters import ShardModule, TensorParallelParameter, check_is_own, unsharded
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
@@ -137,7 +137,7 @@ class ShardedEmbedding(ShardModule):
             weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
         y = lookup(input, weight, start, settings.vocab_size)
         if settings.in_sequence:
-            return reduce_scatter_along(y, settings.sequence_dim, settings.comm)
+            return reduce_scatter_along(y, dim_of_ids(input, settings.sequence_dim), settings.comm)
         return reduce_from_ranks(y, settings.comm)
 
 

@@ -484,8 +484,8 @@ def _precision(policy: Any) -> MixedPrecision:
     if not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}")
     options: dict[str, Any] = {name: getattr(policy, name) for name in names}
-    newer = ("param_dtype_override_fn", "compression")  # of torch 2.15, and of ours
-    return MixedPrecision(**options, **{name: getattr(policy, name, None) for name in newer})
+    options |= {name: getattr(policy, name, None) for name in ("param_dtype_override_fn", "compression")}  # newer ones
+    return MixedPrecision(**options)
 
 
 def _offload(policy: Any) -> tuple[bool, bool]:

@@ -26,8 +26,8 @@ class MixedPrecision:
             "float8" mean a ``Compression`` of both; ``None``: not at all. Compressed gradients are summed in fp32. It
             needs ZeRO level 1, 2 or 3.
         param_dtype_override_fn: chooses for each parameter, when it is sharded, between ``param_dtype`` (by returning
-            it, or None) and the dtype as stored (by returning that). It must return the same on all ranks. Inputs are
-            cast to ``param_dtype`` in any case.
+            it, or None) and the dtype as stored (by returning that). It must return the same on all ranks, whenever it
+            is called. Inputs are cast to ``param_dtype`` in any case.
     """
 
     param_dtype: torch.dtype | None = None

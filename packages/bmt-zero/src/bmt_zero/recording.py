@@ -198,7 +198,8 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, not {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
-        raise TypeError(f"{name!r} has layout {x.layout}; record a dense tensor, as x.to_dense() or x.values()")
+        kind = "nested" if x.is_nested else f"of layout {x.layout}"
+        raise TypeError(f"{name!r} is {kind}; record a dense tensor, as x.to_dense() or x.values()")
     if isinstance(x, torch.nn.Parameter):
         raise RuntimeError(f"{name!r} is a parameter; inspect_model shows parameters, record_tensor other tensors")
     entry: Entry | None

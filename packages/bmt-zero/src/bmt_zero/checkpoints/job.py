@@ -138,7 +138,7 @@ def run_job(job: Job, target: SaveTarget, comm: StoreCommunicator) -> None:
         problem = _problem_of(lambda: finite.extend(is_finite(t.content, DTYPES[t.entry.dtype]) for t in weights))
     if problem is None:
         problem = _problem_of(lambda: _write_files(part, job.own_files, records))
-    if problem is not None and not part.is_dir():  # rank 0 has made it
+    if problem is not None and not os.path.isdir(part):  # rank 0 has made it; Path.is_dir may raise OSError
         problem += "; all ranks must share the directory of the checkpoints"
     reports = comm.gather(_report(problem, all(finite), writer.checksums, records, job.extra))
     problem = None

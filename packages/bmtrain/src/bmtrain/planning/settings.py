@@ -89,11 +89,14 @@ class Settings:
     optimizer: str = "adam"
 
     def __post_init__(self) -> None:
-        """Raises ValueError if there is no such optimizer, or no chunk."""
+        """Raises ValueError if there is no such optimizer or level, or a number is not positive."""
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r} is not planned; choose one of {', '.join(OPTIMIZERS)}")
-        if self.interleave < 1:
-            raise ValueError(f"interleave={self.interleave} must be positive")
+        if self.zero not in range(4):
+            raise ValueError(f"zero={self.zero!r} is not a ZeRO level; choose 0, 1, 2 or 3")
+        for name in ("tp", "pipe", "interleave"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
     @property
     def accumulation(self) -> int:
