@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -401,7 +402,7 @@ class OptimManager:
         groups = [group for each in self._optimizers for group in each.param_groups if self.context.pipe_size == 1]
         rates = [group.get("lr") for group in groups]
         # Tensors are not compared: reading one may wait for a device.
-        note_step([math.nan if rate is None or isinstance(rate, Tensor) else float(rate) for rate in rates])
+        note_step([float(rate) if isinstance(rate, numbers.Real) else math.nan for rate in rates])
 
     def settle(self) -> bool:
         """Wait until it is known whether the last step was taken, and count or skip it. Returns whether it was taken.
