@@ -371,7 +371,7 @@ def test_the_timeout_holds_for_every_communicator_of_the_layout(tmp_path):
     if ctx.tp_rank == 0:
         with pytest.raises(RuntimeError):
             ctx.tp.all_reduce(torch.ones(3))
-        assert 3 < time.monotonic() - start < 20
+        assert 3 < time.monotonic() - start < 10
         (tmp_path / str(ctx.rank)).touch()
     else:
         be_elsewhere(tmp_path / "0", tmp_path / "2")

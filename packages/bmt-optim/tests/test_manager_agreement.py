@@ -72,6 +72,12 @@ def test_a_step_that_one_rank_leaves_out_is_found_by_the_next_comparison():
     sequences.compare()  # a new job begins at none
 
 
+def a_job():
+    ctx = init_distributed(device="cpu")
+    params = [nn.Parameter(torch.ones(3))]
+    return ctx, params, AdamOptimizer(params, lr=0.1)
+
+
 def sequences_of(ctx):
     """A comparison as a backward pass of sharded modules makes it."""
     sequences = CallSequences()
@@ -82,9 +88,7 @@ def sequences_of(ctx):
 @pytest.mark.ranks(2, init=False)
 @pytest.mark.parametrize("late", [False, True])
 def test_learning_rates_that_differ_later_are_found_by_the_next_comparison(late):
-    ctx = init_distributed(device="cpu")
-    params = [nn.Parameter(torch.ones(3))]
-    optimizer = AdamOptimizer(params, lr=0.1)
+    ctx, params, optimizer = a_job()
     warm_up = Linear(optimizer, 0.1 * (1 + ctx.rank), warmup_iter=4, end_iter=20)  # is 0 at the first step
     stepped = OptimManager(loss_scale=2.0 if late else None, grad_scale=1, reads_late=late)
     stepped.add_optimizer(optimizer, warm_up)
@@ -101,9 +105,7 @@ def test_learning_rates_that_differ_later_are_found_by_the_next_comparison(late)
 
 @pytest.mark.ranks(2, init=False)
 def test_a_skipped_step_counts_alike_with_a_hook_on_one_rank_only():
-    ctx = init_distributed(device="cpu")
-    params = [nn.Parameter(torch.ones(3))]
-    optimizer = AdamOptimizer(params, lr=0.1)
+    ctx, params, optimizer = a_job()
     stepped = OptimManager(loss_scale=2.0, grad_scale=1)
     stepped.add_optimizer(optimizer)
     taken = []
@@ -121,9 +123,7 @@ def test_a_skipped_step_counts_alike_with_a_hook_on_one_rank_only():
 
 @pytest.mark.ranks(2, init=False)
 def test_a_step_that_raises_on_one_rank_is_found_though_the_script_goes_on():
-    ctx = init_distributed(device="cpu")
-    params = [nn.Parameter(torch.ones(3))]
-    optimizer = AdamOptimizer(params, lr=0.1)
+    ctx, params, optimizer = a_job()
     if ctx.rank == 1:
         optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     stepped = OptimManager(grad_scale=1)

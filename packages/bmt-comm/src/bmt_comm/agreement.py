@@ -209,7 +209,7 @@ def _raise_difference(comm: Communicator, first: str, second: str, other: int) -
 
 
 _steps = 0
-_rates: deque[str] = deque(maxlen=64)
+_rates: deque[list[str]] = deque(maxlen=64)
 """The learning rates of the last steps, as texts: hosts may compute the last digit of a rate differently."""
 _rates_digest = 0
 
@@ -218,8 +218,8 @@ def note_step(rates: Sequence[float] = ()) -> None:
     """Count a step of an optimizer, with its learning rates. Ranks compare the counts and the rates."""
     global _steps, _rates_digest
     _steps += 1
-    _rates.append(", ".join(f"{rate:.6g}" for rate in rates))
-    _rates_digest = (_rates_digest * 1000003 + zlib.crc32(_rates[-1].encode())) & _MASK
+    _rates.append([f"{rate:.6g}" for rate in rates])
+    _rates_digest = (_rates_digest * 1000003 + zlib.crc32(str(_rates[-1]).encode())) & _MASK
 
 
 def forget_steps() -> None:
@@ -305,15 +305,15 @@ class CallSequences:
                 f"ranks have stepped their optimizers differently often: rank {comm.ranks[0]} {steps[0]} times, "
                 f"rank {comm.ranks[other]} {steps[other]} times"
             )
-        for number, (a, b) in enumerate(zip(rates[0], rates[other], strict=True), steps[0] - len(rates[0]) + 1):
-            if a != b:
-                groups = enumerate(zip_longest(a.split(", "), b.split(", "), fillvalue="none"))
-                index, (x, y) = next((index, pair) for index, pair in groups if pair[0] != pair[1])
-                raise RuntimeError(
-                    f"ranks have stepped with different learning rates: step {number} of this job, parameter group "
-                    f"{index}: {x} on rank {comm.ranks[0]} and {y} on rank {comm.ranks[other]}; what was trained since "
-                    f"is wrong. Give schedulers the same numbers on all ranks: the mean of a loss, not that of one rank"
-                )
+        for number, each in enumerate(zip(rates[0], rates[other], strict=True), steps[0] - len(rates[0]) + 1):
+            for index, (a, b) in enumerate(zip_longest(*each, fillvalue="none")):
+                if a != b:
+                    raise RuntimeError(
+                        f"ranks have stepped with different learning rates: step {number} of this job, parameter group "
+                        f"{index}: {a} on rank {comm.ranks[0]} and {b} on rank {comm.ranks[other]}; what was trained "
+                        f"since is wrong. Give schedulers the same numbers on all ranks: the mean of a loss, not that "
+                        f"of one rank"
+                    )
         raise RuntimeError(
             f"ranks {comm.ranks} disagree on the order of operations or on learning rates, too long ago to say where"
         )

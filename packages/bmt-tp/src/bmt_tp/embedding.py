@@ -10,7 +10,7 @@ from bmt_comm import Communicator
 
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
-from .parameters import Module, check_is_own, check_positive, divided, make_parameter
+from .parameters import Module, check_integers, check_is_own, check_positive, divided, make_parameter
 from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
@@ -138,8 +138,7 @@ def dim_of_ids(ids: Tensor, dim: int) -> int:
 
 def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
     """The vectors of ``ids``: ``rows`` has those of the ids start, start + 1, ...; others get zeros."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids have dtype {ids.dtype}; give integers")
+    check_integers("ids", ids)
     ids = ids.long()  # small integer types cannot represent the size of the vocabulary
     if len(rows) == vocab_size:
         return F.embedding(ids, rows)

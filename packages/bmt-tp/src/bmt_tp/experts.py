@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from bmt_comm import Communicator, not_compiled
 
-from .parameters import ShardModule, divided
+from .parameters import ShardModule, check_integers, divided
 from .random import per_rank_random
 from .regions import copy_to_ranks, reduce_from_ranks, tensor_comm
 
@@ -76,8 +76,7 @@ def expert_parallel(
             f"tokens {tuple(tokens.shape)}, experts {tuple(experts.shape)} and weights {tuple(weights.shape)} must "
             f"have the shapes (T, H), (T, k) and (T, k)"
         )
-    if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
-        raise TypeError(f"experts have dtype {experts.dtype}; give integers")
+    check_integers("experts", experts)
     expert_of_pair = experts.reshape(-1)
     if split_tokens:
         pairs = expert_of_pair.argsort(stable=True)

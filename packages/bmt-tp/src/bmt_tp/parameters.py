@@ -244,6 +244,12 @@ def rank_slice(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tup
     return Slice(shape, 0, rows, None, dim, comm.rank * extent, extent, comm, blocks)
 
 
+def check_integers(name: str, x: Tensor) -> None:
+    """Raise TypeError unless ``x``, called ``name`` (a plural) in the message, has an integer dtype."""
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} have dtype {x.dtype}; give integers")
+
+
 def check_positive(name: str, size: int) -> None:
     """Raise ValueError unless ``size`` is a positive integer."""
     if not isinstance(size, int) or size < 1:
