@@ -30,7 +30,7 @@ class Status(TypedDict):
     ``groups`` has, by the process group's key, how many collectives the rank has begun, and the names of the last ones
     by number. ``last`` describes the last operation. ``line`` is the innermost line of the user's code, ``stack`` the
     Python stack of the main thread, ``raised`` the traceback of the exception that has ended the rank, ``error`` the
-    exception alone, which may have several lines.
+    first line of the exception alone.
     """
 
     waiting: list[Waiting]
@@ -103,7 +103,7 @@ def describe(reason: str, statuses: Mapping[int, Status], processes: Mapping[int
 def _where(status: Status | None, process: str) -> str:
     """Where a rank is, in words."""
     if status is not None and status["raised"]:
-        return f"raised {status['error'].splitlines()[0]}"
+        return f"raised {status['error']}"
     if process == "ended":
         return "has ended"
     if status is None:

@@ -81,7 +81,7 @@ class Watch:
         self._store, self._wake = store, wake
         self._reason = ""  # why this rank raises the alarm
         self._raised = ""  # the traceback of the exception that ends this rank
-        self._error = ""  # that exception without its traceback
+        self._error = ""  # the first line of that exception
         self._main = threading.main_thread().ident
         self._news, self._concluded, self._delivered = threading.Event(), threading.Event(), threading.Event()
         self._stopping = False
@@ -137,7 +137,7 @@ class Watch:
         if is_own:
             # Before it there may be lines of source, which are indented, and after it there may be notes.
             lines = traceback.format_exception_only(kind, error)
-            self._error = next(line for line in lines if not line.startswith(" ")).strip()
+            self._error = next(line for line in lines if not line.startswith(" ")).strip().splitlines()[0]
             self._raised = "".join(traceback.format_exception(kind, error, stack))
             self._alarm(f"rank {self.rank} raised {self._error}")
             self._concluded.wait(_ANSWER + 1.0)
