@@ -85,6 +85,34 @@ def test_buffers_are_written_once(
             same(f"{index}.{name}", own.grad, rows_of(param.grad, own), 1e-8)
 
 
+class Ranging(nn.Module):
+    """Divides by the largest value so far, which only some samples exceed. Has a sparse buffer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("largest", torch.ones((), dtype=DTYPE))
+        self.register_buffer("edges", torch.eye(WIDTH, dtype=DTYPE).to_sparse(), persistent=False)
+        self.largest: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 2 * self.largest:
+            self.largest = x.detach().abs().max()
+        return x + torch.tanh(self.inner(x) @ self.edges / self.largest)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+def test_buffers_that_a_later_micro_batch_writes(ctx: ParallelContext, is_checkpointed: bool) -> None:
+    layers = twins(ctx, Ranging, None, checkpoint=is_checkpointed)
+    x = torch.cat([random(0, 2, 3, WIDTH), 100 * random(1, 2, 3, WIDTH)])  # on both ranks; the second half exceeds
+
+    def call(each: nn.Module, x: Tensor) -> Any:
+        return each(x) if each is layers.piped else torch.cat([each(x[:2]), each(x[2:])])
+
+    layers.check("buffers", [x.requires_grad_()], call)
+
+
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("level", [1, 3])
@@ -218,6 +246,23 @@ def test_complex_hidden_states(ctx: ParallelContext, schedule: str | None, wante
         return loss
 
     layers.check("complex", [hidden(ctx, 4), z], call)
+    layers.check("conjugated", [hidden(ctx, 4), z], lambda each, x, z: call(each, x, z.conj()))
+
+
+class Conjugating(Turning):
+    """Returns what autograd and torch conjugate lazily. Has an argument."""
+
+    def forward(self, x: Tensor, z: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, z = super().forward(x, z * factor)
+        return x, z.conj()
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_lazy_conjugation(ctx: ParallelContext) -> None:
+    layers = twins(ctx, Conjugating, None, num_hidden=2)
+    z, factor = (torch.complex(random(ctx.rank + n, WIDTH), random(ctx.rank + n + 1, WIDTH)) for n in (7, 9))
+    inputs = [hidden(ctx, 4), z.expand(4, 3, WIDTH).clone().requires_grad_(), factor.requires_grad_()]
+    layers.check("lazy", inputs, lambda each, x, z, factor: each(x, z.conj(), factor.conj()), lambda y: y[1].imag.sum())
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)

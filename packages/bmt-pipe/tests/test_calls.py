@@ -78,6 +78,19 @@ def test_a_square_mask_is_told_in_the_log(ctx: ParallelContext) -> None:
         assert len(said) == 1
 
 
+class Mixing(Layer):
+    """Mixes positions as a mask says, which is the same for all samples."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(mask @ x)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_no_argument_belongs_to_samples(ctx: ParallelContext) -> None:
+    mask = random(60, 3, 3, grad=True).tril()
+    Twins(ctx, Mixing).check("none", [hidden(ctx, 3), mask], lambda f, x, mask: f(x, mask, batch_related=[]))
+
+
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
 @pytest.mark.parametrize("interleave", [1, 2])
 def test_arguments_of_all_kinds(ctx: ParallelContext, interleave: int) -> None:

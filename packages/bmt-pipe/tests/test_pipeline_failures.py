@@ -19,6 +19,7 @@ import torch
 from call_helpers import Twins, hidden, random
 from pipe_helpers import DTYPE, WIDTH, Layer, Model, batch_of, pipeline_model
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
@@ -200,7 +201,7 @@ def check_bad_calls(ctx: ParallelContext, layers: nn.Module, rank: int) -> None:
     bad(ValueError, "batch_related", lambda: name(7))
     bad(ValueError, "batch_related", lambda: name(0, -1))
     bad(ValueError, "batch_related", lambda: name("no"))
-    bad(TypeError, "batch_related", lambda: layers(x, mask, batch_related=here(None, ())))
+    bad(TypeError, "batch_related", lambda: layers(x, mask, batch_related=here(0, ())))
     bad(TypeError, "batch_related", lambda: layers(x, mask, batch_related=here("mask", ())))
     bad(ValueError, "batch_related", lambda: layers(x, mask, random(0, 7), batch_related=[here(1, 0)]))
 
@@ -323,7 +324,7 @@ class Marking(Layer):
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=20)
-@pytest.mark.parametrize("mark", ["cannot be sent", "cannot be received", "sparse"])
+@pytest.mark.parametrize("mark", ["cannot be sent", "cannot be received", "sparse", "without memory"])
 def test_an_output_that_cannot_arrive(ctx: ParallelContext, mark: str) -> None:
     layers = PipelineTransformerBlockList([Marking().to(DTYPE) for _ in range(2)])
     x = hidden(ctx, 4)
@@ -331,6 +332,7 @@ def test_an_output_that_cannot_arrive(ctx: ParallelContext, mark: str) -> None:
         "cannot be sent": (lambda: None, 0, "lambda"),
         "cannot be received": (_OnlyElsewhere("pickle"), 1, "not from a pickle"),
         "sparse": (torch.eye(2).to_sparse(), 0, "sparse"),
+        "without memory": (TwoTensor(torch.ones(2), torch.ones(2)), 0, "a tensor for the next stage is a TwoTensor"),
     }
     Marking.mark, rank, match = marks[mark]
     with pytest.raises(Exception, match=match) as raised:

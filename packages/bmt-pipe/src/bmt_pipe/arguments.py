@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from bmt_comm import ParallelContext, agreement_time
+from bmt_comm.memory_ranges import as_in_memory
+from bmt_comm.plain import check_in_memory
 
 from .messages import Form, Forms, Message, StageFailedError, TensorForm, connected
 from .schedule import Schedule
@@ -121,7 +123,7 @@ def sign(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tail_args: tuple[Any, ...],
-    batch_related: Sequence[int | str],
+    batch_related: Sequence[int | str] | None,
     *,
     device: torch.device,
     grad: bool,
@@ -133,14 +135,15 @@ def sign(
 
     Args:
         batch_related: which arguments belong to samples of the batch: positions in what follows the first hidden
-            state, and keywords. Empty: every tensor whose first dimension is as long as the batch.
+            state, and keywords. None: every tensor whose first dimension is as long as the batch.
 
     Raises:
         TypeError, ValueError: hidden states or ``batch_related`` cannot be served, or an object holds a tensor
             whose gradient would be lost.
     """
     positions = range(len(hidden) - 1 + len(args))
-    _check_names(batch_related, positions, kwargs)
+    if batch_related is not None:
+        _check_names(batch_related, positions, kwargs)
     first = next((v for v in tree_leaves(hidden) if isinstance(v, Tensor)), None)
     if first is None or first.dim() == 0:
         raise ValueError("the first hidden state must be a tensor with the batch as its first dimension")
@@ -160,8 +163,8 @@ def sign(
         if value.layout is not torch.strided:
             raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
         has_rows = value.dim() > 0 and len(value) == batch
-        batched = has_rows if name is None or not batch_related else name in batch_related
-        is_inferred = batched and name is not None and not batch_related
+        batched = has_rows if name is None or batch_related is None else name in batch_related
+        is_inferred = batched and name is not None and batch_related is None
         if is_inferred and first.dim() > 2 and tuple(value.shape[:2]) == tuple(first.shape[:2]) == (batch, batch):
             _warn_of_square(name, tuple(value.shape))
         if not has_rows and (is_hidden or batched):
@@ -432,7 +435,8 @@ class Arguments:
                 readers = [] if n in signature.hidden else [last] if n in signature.tail else everyone
                 if origin == self.stage:
                     if leaf.is_tensor:
-                        data = self.values[origin][n].detach().contiguous()
+                        data = as_in_memory(self.values[origin][n].detach())
+                        check_in_memory("an argument", data)
                         swap.sends.extend((data, stage) for stage in readers if stage != origin)
                     continue
                 value: Any = None

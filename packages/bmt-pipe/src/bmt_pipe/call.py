@@ -63,7 +63,7 @@ class Pipeline:
         hidden: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        batch_related: Sequence[int | str],
+        batch_related: Sequence[int | str] | None,
         return_hidden_states: bool,
         tail: Callable[..., Tensor] | None,
         tail_args: tuple[Any, ...],

@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 
 from bmt_comm import Communicator, ParallelContext, Work, named_range
+from bmt_comm.memory_ranges import as_in_memory
+from bmt_comm.plain import check_in_memory
 
 from .messages import Forms, Message, StageFailedError, StageLostError, take_apart
 
@@ -79,6 +81,7 @@ class Channels:
         """Send nested containers, whose tensors must not be written to later.
 
         Raises:
+            TypeError: a tensor has no memory of its own, such as a ``DTensor``.
             ValueError: a tensor is sparse or on another device.
             RuntimeError: their form differs from that of the same message in an earlier call with the same arguments.
         """
@@ -102,7 +105,9 @@ class Channels:
             return
         # The receiver allocates the tensors before it unpickles the form, which may fail.
         data = pickle.dumps((form.tensors, pickle.dumps(form))) if self.learning else b""
-        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        tensors = [as_in_memory(tensor.detach()) for tensor in tensors]
+        for tensor in tensors:
+            check_in_memory("a tensor for the next stage", tensor)
         self.sent.add(message)  # after everything that can fail: unsent messages get an abort message
         if self.learning:
             self._send_bytes(peer, data)

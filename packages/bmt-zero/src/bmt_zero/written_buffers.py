@@ -1,21 +1,32 @@
-"""Buffers that a forward writes to (running averages, counters), for forwards that are recomputed.
+"""Buffers that a forward reads or writes to (running averages, counters), for forwards that are recomputed.
 
 Recomputation starts from the values before the forward, and its own writes are dropped. So buffers that forward writes
 to are copied before it. The first forward in training, and the first one in evaluation, copies all buffers to learn
-which ones it writes to. Small buffers are always copied, because only some forwards may write to them.
+which ones it writes to. Small buffers are always copied, because only some forwards may write to them, also between a
+forward and its recomputation.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 _SMALL = 1 << 16  # bytes
 
-# Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
-Copies = dict[tuple[int, str], Tensor | None]
+
+class _Before(NamedTuple):
+    """A buffer before a forward. ``copy`` is None if it was not copied."""
+
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+
+# Buffers from before a forward, by (index of module, name).
+Copies = dict[tuple[int, str], _Before]
 
 
 class WrittenBuffers:
@@ -26,14 +37,14 @@ class WrittenBuffers:
         self._written: dict[bool, set[tuple[int, str]]] = {}  # (index of module, name), in training and evaluation
 
     def noting_writes(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
-        """Fill ``copies`` for the buffers that the forward within writes to."""
+        """Fill ``copies`` for the forward within."""
         return self._noting_writes(copies) if self._modules else contextlib.nullcontext()
 
     def restored(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Within, buffers have the values from before the forward. Afterwards they have their current values again.
 
         Raises:
-            RuntimeError: the forward was the first to write to a large buffer, so there is no copy.
+            RuntimeError: a large buffer has changed, and there is no copy: no forward had written to it before.
         """
         return self._restored(copies) if self._modules else contextlib.nullcontext()
 
@@ -42,38 +53,34 @@ class WrittenBuffers:
         training = any(module.training for module in self._modules)
         known = self._written.get(training)
         buffers = {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
-        before = {k: b.clone() for k, b in buffers.items() if known is None or k in known or b.nbytes <= _SMALL}
-        versions = {key: _version(buffer) for key, buffer in buffers.items()}
+        small = {key for key, b in buffers.items() if b.numel() * b.element_size() <= _SMALL}  # also sparse ones
+        before = {
+            key: _Before(b, _version(b), b.clone() if known is None or key in known or key in small else None)
+            for key, b in buffers.items()
+        }
         yield
-        written = {
-            (index, name)
-            for (index, name), buffer in buffers.items()
-            # The kernel of batch normalisation writes without counting a version.
-            if isinstance(self._modules[index], nn.modules.batchnorm._NormBase)
-            or self._modules[index]._buffers.get(name) is not buffer
-            or _version(buffer) != versions[index, name]
-        }
+        written = {key for key, each in before.items() if self._has_changed(key, each)}
         self._written[training] = written | (known or set())
-        # A buffer that was replaced (a cache that grows, for example) still has its values.
-        kept = {
-            key: buffer
-            for key, buffer in buffers.items()
-            if _version(buffer) == versions[key]
-            and not isinstance(self._modules[key[0]], nn.modules.batchnorm._NormBase)
-        }
-        copies.update({key: before.get(key, kept.get(key)) for key in written})
+        for key, each in before.items():
+            copies[key] = each if key in written | small else each._replace(copy=None)
 
     @contextlib.contextmanager
     def _restored(self, copies: Copies) -> Iterator[None]:
-        missing = [name for (_, name), value in copies.items() if value is None]
+        # A buffer that was replaced (a cache that grows, for example) still has its values.
+        values = {
+            key: each.copy if each.copy is not None else None if self._was_written(key, each) else each.buffer
+            for key, each in copies.items()
+            if self._has_changed(key, each)
+        }
+        missing = [name for (_, name), value in values.items() if value is None]
         if missing:
             raise RuntimeError(
-                f"a checkpointed forward has written to the buffers {missing} for the first time, which are too large "
-                f"to be copied before each forward; it cannot be computed again with their values before; use "
-                f"use_checkpoint=False for this module"
+                f"the buffers {missing} were written to in a checkpointed forward or since, for the first time, and "
+                f"are too large to be copied before each forward; it cannot be computed again with their values "
+                f"before; use use_checkpoint=False for this module"
             )
         now = [dict(m._buffers) for m in self._modules]
-        for (index, name), value in copies.items():
+        for (index, name), value in values.items():
             assert value is not None
             self._modules[index]._buffers[name] = value.clone()
         try:
@@ -81,6 +88,14 @@ class WrittenBuffers:
         finally:
             for module, buffers in zip(self._modules, now, strict=True):
                 module._buffers.update(buffers)
+
+    def _has_changed(self, key: tuple[int, str], before: _Before) -> bool:
+        return self._modules[key[0]]._buffers.get(key[1]) is not before.buffer or self._was_written(key, before)
+
+    def _was_written(self, key: tuple[int, str], before: _Before) -> bool:
+        # The kernel of batch normalisation writes without counting a version.
+        is_norm = isinstance(self._modules[key[0]], nn.modules.batchnorm._NormBase)
+        return is_norm or _version(before.buffer) != before.version
 
 
 def _version(buffer: Tensor) -> int:
