@@ -63,6 +63,31 @@ def test_gradients_that_plain_parameters_share(ctx):
     check_shared_gradients(ctx, Two())
 
 
+class Sometimes(nn.Module):
+    """Uses its second parameter for some batches only."""
+
+    def __init__(self, make=nn.Parameter):
+        super().__init__()
+        self.a, self.b = (make(torch.arange(1, WIDTH + 1, dtype=DTYPE) * n) for n in (1, 2))
+
+    def forward(self, x, is_used):
+        return (x * self.a + (self.b if is_used else 0)).square().mean()
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=60)
+@pytest.mark.parametrize("users", [[0], [], [1, 2]])
+def test_parameters_that_only_some_ranks_use(ctx, users):
+    layers, tail, plain = Twins(ctx, Layer, 4), Sometimes(DistributedParameter), Sometimes()
+    x, is_used = hidden(ctx, 4), ctx.rank in users
+    layers.piped(x, tail=tail, tail_args=(is_used,)).backward()
+    plain(layers.plain(x.detach()), is_used).backward()
+    for name, param in tail.named_parameters():
+        grad = plain.get_parameter(name).grad
+        wanted = torch.zeros(WIDTH, dtype=DTYPE) if grad is None else grad
+        ctx.world.all_reduce(wanted)
+        same(name, param.grad, rows_of(wanted, param) if name == "a" or users else None, 1e-8)
+
+
 @pytest.mark.ranks(1)
 def test_the_loss_of_a_frozen_model_needs_no_gradient(ctx):
     layers = Twins(ctx, Layer, 4, prepare=lambda _, layer: layer.requires_grad_(False))

@@ -164,13 +164,13 @@ class Tail:
             step.forbidden = None
 
     def agree_on_use(self, stage: int) -> None:
-        """Give all stages zero gradients of the parameters that ``stage`` used. A collective of the pipeline."""
-        comm = self.context.pipe_host
+        """Give all ranks zero gradients of what ``stage`` has used on any rank. A collective of all ranks."""
         used = torch.tensor([grad is not None for grad in self.grads.values()], dtype=torch.uint8, device="cpu")
-        if comm.size == 1 or len(used) == 0:
+        if self.context.world_size == 1 or len(used) == 0:
             return
         with connected():
-            comm.broadcast(used, stage)
+            self.context.pipe_host.broadcast(used, stage)
+        self.context.zero_host.all_reduce(used, "max")
         for param, flag in zip(list(self.grads), used.tolist(), strict=True):
             if flag and self.grads[param] is None:
                 dtype = param.handle.flat.dtype
