@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_comm import local_rows
-from bmt_zero import Block, TransformerBlockList, shard
+from bmt_zero import Block, MixedPrecision, TransformerBlockList, shard
 from bmt_zero.shard import forget_sharding, group_of
 
 OPTIONS = [
@@ -480,6 +480,19 @@ def test_the_users_checkpoint_inside_a_block(ctx, options):
         return (module(module(x)) + module(x + 1)).square().sum()
 
     compare(ctx, *pair(Inner, **options), call)
+
+
+@pytest.mark.ranks(1, 2)
+@every_option
+def test_frozen_parameters_in_the_users_checkpoint_have_the_dtype_of_computation(ctx, options):
+    torch.manual_seed(0)
+    plain = Inner()
+    plain.a.requires_grad_(False)
+    plain.b.bias.requires_grad_(False)
+    block = Block(copy.deepcopy(plain).double(), precision=MixedPrecision(param_dtype=torch.float32), **options)
+    compare(ctx, plain, block, lambda module, x: module(x).square().sum())
+    with torch.no_grad():
+        assert (block.a.weight * 1).dtype == torch.float64
 
 
 @pytest.mark.ranks(2)

@@ -60,18 +60,24 @@ class GroupHandle:
         """Whether one rank holds all rows."""
         return self.flat.is_on_one_rank(self.index)
 
+    @property
+    def is_computed_with(self) -> bool:
+        """Whether reading the parameter gives the dtype of computation: in grad mode, as recomputation is, or forward."""
+        return torch.is_grad_enabled() or bool(self.group.step.calls)
+
     @not_compiled
     def unshard(self, stored: bool = False) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
 
-        ``stored``: in the dtype that it is stored in instead of that of computation.
+        ``stored``: in the dtype that it is stored in, always.
         """
         if self.replacement is not None:
             return self.replacement
         param, flat = self.param, self.flat
         self.begin_unsharding_one()
         if not (torch.is_grad_enabled() and param.requires_grad):
-            return flat.unshard_stored(self.index) if flat.allocate else flat.unshard_one(self.index)
+            stored = flat.allocate and (stored or not self.is_computed_with)
+            return flat.unshard_stored(self.index) if stored else flat.unshard_one(self.index)
         casts = stored and flat.casts
         version, cached = self.group.unsharded_alone.get(self, (-1, None))
         before = None if cached is None or casts or version != param._version else cached()

@@ -389,7 +389,8 @@ def _shard_or_logical(param: ShardedParameter) -> Tensor:
     # A rank with all rows still needs the parameter group, because the gradient is reduced over the replicas.
     if is_row_sharded(param) or (torch.is_grad_enabled() and param.requires_grad):
         return param.gather()
-    return param.detach()
+    values = param.detach()
+    return values.to(param.handle.flat.dtype) if param.handle.is_computed_with else values
 
 
 def _logical(param: ShardedParameter) -> Tensor:
