@@ -232,6 +232,7 @@ def test_jobs_and_settings_that_cannot_be_are_refused():
         ("--tp 3 --pipe 1", "no product of tp and pipe divides the number of devices"),
         ("--pipe 2 --micro-batches 3", "micro_batches=3 is no multiple of the 2 stages"),
         ("--sequence 4096", "4096 tokens are more than the 128 positions of small-cpu"),
+        ("--gpus 1000000000", "--gpus 1000000000 is more than the 1000000 devices that can be planned"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, message):
@@ -369,6 +370,37 @@ def test_a_learned_bias_of_attention_is_planned(monkeypatch, tmp_path):
     config.save_pretrained(tmp_path)
     job = Job(2, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
     assert estimate(load_model(str(tmp_path)), job, Settings()).peak.total > 0
+
+
+def hugging_face(path: Path, model_type: str, architecture: str, **sizes: object) -> PlannedModel:
+    """A model of a configuration in ``path``."""
+    pytest.importorskip("transformers")
+    config = {"model_type": model_type, "architectures": [architecture], "vocab_size": 64, "hidden_size": 32, **sizes}
+    (path / "config.json").write_text(json.dumps(config))
+    return load_model(str(path))
+
+
+def test_models_without_fused_attention_are_planned(tmp_path):
+    model = hugging_face(tmp_path, "bloom", "BloomForCausalLM", n_layer=2, n_head=4)
+    assert estimate(model, Job(2, 1e9, 2, 16, torch.float32, DEVICES["cpu"]), Settings()).peak.total > 0
+
+
+def test_values_of_another_size_than_keys_are_planned(tmp_path):
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    model = hugging_face(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", num_key_value_heads=4, **sizes)
+    assert estimate(model, Job(2, 1e9, 2, 16, torch.float32, DEVICES["cpu"]), Settings()).peak.total > 0
+
+
+def test_experts_compute_for_the_tokens_that_they_get(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
+    model = hugging_face(tmp_path, "mixtral", "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2, **sizes)
+    expert = 3 * 32 * 512
+    used = model.parameters - 2 * 6 * expert
+    device = dataclasses.replace(DEVICES["a100"], memory=1e30)  # only computation takes time
+    plan = estimate(model, Job(2, 1e9, 2, 64, torch.bfloat16, device), Settings(checkpoint=False))
+    assert plan.compute * device.flops == pytest.approx(6 * used * 2 * 64, rel=0.05)
+    assert plan.mfu == pytest.approx(6 * used * plan.tokens_per_second / (2 * device.peak))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adam_offload", "adafactor", "lion"])

@@ -11,6 +11,8 @@ from typing import Any
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+_MOST_GPUS = 10**6  # a plan lists the ranks
+
 _EXAMPLES = """\
 MODEL is one of
   a preset                     gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt-6.7b, 13b, gpt-175b
@@ -92,6 +94,8 @@ def _run(options: argparse.Namespace) -> int:
         for each in value if isinstance(value, list) else [value]:
             if each is not None and not each > 0:
                 raise ValueError(f"--{name.replace('_', '-')} {each} must be positive")
+    if options.gpus > _MOST_GPUS:
+        raise ValueError(f"--gpus {options.gpus} is more than the {_MOST_GPUS} devices that can be planned")
     model = planning.load_model(options.model, materialize_scores=options.scores)
     device = planning.measured() if options.device == "measure" else planning.DEVICES[options.device]
     given: dict[str, Any] = {}

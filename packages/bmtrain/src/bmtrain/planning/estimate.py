@@ -64,8 +64,8 @@ def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
     seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
     tokens = job.world_size * job.batch * job.sequence
     limit = job.device.peak if job.is_half else job.device.fp32_peak
-    # Forward and the gradients of activations use all parameters; only trained parameters have gradients.
-    useful = (4 * model.parameters + 2 * model.trained) * tokens
+    # Forward and the gradients of activations use all parameters but idle experts; only trained ones have gradients.
+    useful = (4 * model.parameters + 2 * model.trained - 6 * model.idle) * tokens
     return Estimate(
         settings,
         peak,

@@ -216,7 +216,14 @@ def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: T
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Without padding, the groups' rows, columns or summands are those of the matrix together."""
+    groups = len(a) if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
 _FLOPS = {
+    _ATEN._grouped_mm: _grouped_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
@@ -258,5 +265,8 @@ def _flash(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if value.shape[-1] != query.shape[-1]:  # flash attention has one size of heads
+        efficient = _ATEN._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)[0]
     flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]

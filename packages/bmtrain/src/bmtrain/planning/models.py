@@ -39,6 +39,7 @@ class PlannedModel:
         layer_trained: the largest number of trained elements of a layer.
         tp_plan: how the model is sharded over tensor-parallel ranks.
         positions: the number of tokens of the longest sequence that the model takes, if it is known.
+        idle: the number of elements of experts that a token does not meet, if it is known.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PlannedModel:
     layer_trained: int = 0
     tp_plan: dict[str, str] | None = None
     positions: int | None = None
+    idle: float = 0
 
     def __post_init__(self) -> None:
         self.parameters = sum(p.numel() for p in self.module.parameters())
@@ -152,7 +154,7 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
 def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
     import transformers
 
-    attention = "eager" if materialize_scores else "sdpa"
+    attention = "eager" if materialize_scores else None  # None: the fastest that the model supports
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         names = getattr(config, "architectures", None) or []
@@ -167,7 +169,10 @@ def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
         raise ValueError(f"MODEL {path!r}: transformers cannot make it: {reason}") from error
     module.config.use_cache = False
     positions = getattr(config, "max_position_embeddings", None) or None
-    return PlannedModel(path, module, min(positions or 1024, 4096), ids_and_labels, positions=positions)
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 0
+    experts = [p for name, p in module.named_parameters() if chosen and ".experts." in name]
+    idle = sum(p.numel() * (1 - chosen / len(p)) for p in experts)
+    return PlannedModel(path, module, min(positions or 1024, 4096), ids_and_labels, positions=positions, idle=idle)
 
 
 def _ids(batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
