@@ -392,6 +392,11 @@ def test_values_of_another_size_than_keys_are_planned(tmp_path):
     assert estimate(model, Job(2, 1e9, 2, 16, torch.float32, DEVICES["cpu"]), Settings()).peak.total > 0
 
 
+def test_the_printed_pipeline_names_the_layers_of_the_model(tmp_path):
+    model = hugging_face(tmp_path, "mixtral", "MixtralForCausalLM", num_hidden_layers=2, num_attention_heads=4)
+    assert any(line.startswith("model.model.layers = bmt.Pipe") for line in model.lines(Settings(pipe=2)))
+
+
 def test_experts_compute_for_the_tokens_that_they_get(tmp_path):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
     model = hugging_face(tmp_path, "mixtral", "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2, **sizes)

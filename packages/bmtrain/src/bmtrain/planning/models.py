@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bmt_zero.repeated_layers import find_layers
 
 from .gpt import GPT, PRESETS
+from .settings import Settings
 
 Batch = Callable[[int, int], "tuple[tuple[Any, ...], dict[str, Any]]"]
 
@@ -69,6 +70,11 @@ class PlannedModel:
         self.layers = [(path, len(members)) for path, members in containers.items()]
         self.uniform = len(containers) == 1 and _are_alike(layers)
         self.layer_trained = max(map(_trained, layers), default=0)
+
+    def lines(self, settings: Settings) -> list[str]:
+        """The lines of a script that select ``settings``."""
+        path = self.layers[0][0] if self.layers else ""
+        return settings.lines(path or "layers")
 
     def at_depth(self, depth: int) -> nn.Module:
         """A copy of the model with its first ``depth`` layers."""

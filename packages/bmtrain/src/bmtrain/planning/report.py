@@ -23,11 +23,11 @@ def facts(model: PlannedModel, job: Job, estimates: list[Estimate]) -> dict[str,
         "sequence": job.sequence,
         "dtype": str(job.dtype).removeprefix("torch."),
         "device": asdict(job.device),
-        "settings": [_entry(job, each) for each in estimates],
+        "settings": [_entry(model, job, each) for each in estimates],
     }
 
 
-def _entry(job: Job, each: Estimate) -> dict[str, Any]:
+def _entry(model: PlannedModel, job: Job, each: Estimate) -> dict[str, Any]:
     return {
         **asdict(each.settings),
         "micro_batch_size": each.settings.micro_batch(job),
@@ -38,7 +38,7 @@ def _entry(job: Job, each: Estimate) -> dict[str, Any]:
         "seconds": each.seconds,
         "tokens_per_second": each.tokens_per_second,
         "mfu": each.mfu,
-        "code": each.settings.lines(),
+        "code": model.lines(each.settings),
     }
 
 
@@ -75,5 +75,5 @@ def text(model: PlannedModel, job: Job, estimates: list[Estimate], count: int) -
     for link, size in best.sent.items():
         if size:
             lines.append(f"  {'sent, ' + link:20} {size / 1e9:9.3f} GB per step")
-    lines += ["", "Lines of code that select it:", *(f"  {line}" for line in best.settings.lines())]
+    lines += ["", "Lines of code that select it:", *(f"  {line}" for line in model.lines(best.settings))]
     return "\n".join(lines)

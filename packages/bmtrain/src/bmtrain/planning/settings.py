@@ -123,8 +123,8 @@ class Settings:
         moments, master, host = OPTIMIZERS[self.optimizer]
         return moments + (master if job.is_half else 0), host if job.is_half else max(0, host - 4)
 
-    def lines(self) -> list[str]:
-        """The lines of a script that select this."""
+    def lines(self, layers: str = "layers") -> list[str]:
+        """The lines of a script that select this. ``layers``: the name of the model's list of layers."""
         sizes = [f"zero_level={self.zero}"]
         sizes += [f"tp_size={self.tp}"] if self.tp > 1 else []
         sizes += [f"pipe_size={self.pipe}, num_micro_batches={self.micro_batches}"] if self.pipe > 1 else []
@@ -135,8 +135,8 @@ class Settings:
             options = [f"interleave={self.interleave}"] if self.interleave > 1 else []
             options += [f"tail_schedule={self.schedule!r}"] if self.schedule != "recompute" else []
             arguments = ", ".join(["layers", *options])
-            lines.append(f"layers = [bmt.Block(layer, use_checkpoint={self.checkpoint}) for layer in model.layers]")
-            lines.append(f"model.layers = bmt.PipelineTransformerBlockList({arguments})")
+            lines.append(f"layers = [bmt.Block(layer, use_checkpoint={self.checkpoint}) for layer in model.{layers}]")
+            lines.append(f"model.{layers} = bmt.PipelineTransformerBlockList({arguments})")
             lines.append("model = bmt.BMTrainModelWrapper(model)")
         else:
             lines.append(f"model = bmt.BMTrainModelWrapper(model, use_checkpoint={self.checkpoint})")
