@@ -39,6 +39,7 @@ from generate import generate  # noqa: E402
 from metrics import Metrics, plot  # noqa: E402
 from models import GPT, PRESETS, GPTConfig  # noqa: E402
 from optimizers import LEARNING_RATES  # noqa: E402
+from plot import main as plot_main  # noqa: E402
 from plot import plot_runs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
@@ -479,6 +480,15 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     plot_runs({"one": records, "none": []}, tmp_path / "losses.png")
     for name in ("loss.png", "losses.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_leaves_out_a_line_that_was_cut(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n{"step": 2, "lo')
+    picture = tmp_path / "losses.png"
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run"), "--out", str(picture)])
+    assert plot_main() == 0
+    assert picture.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ python plot.py runs/a runs/b --out losses.png
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from metrics import read_records
 
 # Okabe and Ito's, which the colour-blind tell apart, without the yellow, which is too pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
@@ -43,18 +44,13 @@ def plot_runs(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """What a run has measured."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the losses of several runs in one picture.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote (--out)")
     parser.add_argument("--out", type=Path, default=Path("losses.png"), help="the picture (default: losses.png)")
     args = parser.parse_args()
     try:
-        runs = {folder.name: read_records(folder) for folder in args.runs}
+        runs = {folder.name: read_records(folder / "metrics.jsonl") for folder in args.runs}
     except FileNotFoundError as error:
         parser.error(f"{error.filename} does not exist; name folders that train.py wrote")
     if len(runs) < len(args.runs):
