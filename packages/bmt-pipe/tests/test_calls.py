@@ -88,7 +88,7 @@ class Mixing(Layer):
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
 def test_no_argument_belongs_to_samples(ctx: ParallelContext) -> None:
     mask = random(60, 3, 3, grad=True).tril()
-    Twins(ctx, Mixing).check("none", [hidden(ctx, 3), mask], lambda f, x, mask: f(x, mask, batch_related=[]))
+    Twins(ctx, Mixing).check("none", [hidden(ctx, 3), mask], lambda f, x, mask: f(x, mask, batch_related=None))
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)

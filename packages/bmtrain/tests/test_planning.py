@@ -397,6 +397,7 @@ def test_the_printed_pipeline_names_the_layers_of_the_model(tmp_path):
     assert any(line.startswith("model.model.layers = bmt.Pipe") for line in model.lines(Settings(pipe=2)))
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch computes experts one by one")
 def test_experts_compute_for_the_tokens_that_they_get(tmp_path):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
     model = hugging_face(tmp_path, "mixtral", "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2, **sizes)

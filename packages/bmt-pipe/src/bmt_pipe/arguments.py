@@ -135,7 +135,7 @@ def sign(
 
     Args:
         batch_related: which arguments belong to samples of the batch: positions in what follows the first hidden
-            state, and keywords. None: every tensor whose first dimension is as long as the batch.
+            state, and keywords. Empty: every tensor whose first dimension is as long as the batch. None: no argument.
 
     Raises:
         TypeError, ValueError: hidden states or ``batch_related`` cannot be served, or an object holds a tensor
@@ -144,6 +144,7 @@ def sign(
     positions = range(len(hidden) - 1 + len(args))
     if batch_related is not None:
         _check_names(batch_related, positions, kwargs)
+    infers = batch_related is not None and not batch_related
     first = next((v for v in tree_leaves(hidden) if isinstance(v, Tensor)), None)
     if first is None or first.dim() == 0:
         raise ValueError("the first hidden state must be a tensor with the batch as its first dimension")
@@ -163,8 +164,8 @@ def sign(
         if value.layout is not torch.strided:
             raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
         has_rows = value.dim() > 0 and len(value) == batch
-        batched = has_rows if name is None or batch_related is None else name in batch_related
-        is_inferred = batched and name is not None and batch_related is None
+        batched = has_rows if name is None or infers else name in (batch_related or ())
+        is_inferred = batched and name is not None and infers
         if is_inferred and first.dim() > 2 and tuple(value.shape[:2]) == tuple(first.shape[:2]) == (batch, batch):
             _warn_of_square(name, tuple(value.shape))
         if not has_rows and (is_hidden or batched):
@@ -187,7 +188,7 @@ def _warn_of_square(name: int | str, shape: tuple[int, ...]) -> None:
     """Warn, once, if batch and sequences are of one length: a causal mask then looks like an argument of samples."""
     _log.warning(
         "argument %r of shape %s is divided with the batch of %d samples, whose sequences are as long; if that is "
-        "wrong (a causal mask), name the arguments that are divided: batch_related=[...]",
+        "wrong (a causal mask), name the arguments that are divided: batch_related=[...], or None",
         *(name, shape, shape[0]),
     )
 

@@ -121,7 +121,7 @@ class PipelineTransformerBlockList(StagedState):
     def forward(
         self,
         *hidden_and_args: Any,
-        batch_related: Sequence[int | str] | None = None,
+        batch_related: Sequence[int | str] | None = (),
         return_hidden_states: bool = False,
         tail: Callable[..., Tensor] | None = None,
         tail_args: tuple[Any, ...] = (),
@@ -138,8 +138,8 @@ class PipelineTransformerBlockList(StagedState):
 
         Args:
             batch_related: the arguments whose tensors are divided with the samples of the batch: positions among those
-                that follow the first hidden state, and keywords; ``[]``: none. By default, the tensors whose first
-                dimension is as long as the batch.
+                that follow the first hidden state, and keywords. By default, the tensors whose first dimension is as
+                long as the batch; None: no argument.
             return_hidden_states: whether to return the intermediate hidden states, too.
             tail: computes the loss (0-dim) of a micro-batch from the last layer's hidden states and ``tail_args``:
                 a module, a method of one, or a function. It runs on the last stage, and uses that stage's copy of

@@ -62,7 +62,7 @@ class GroupHandle:
 
     @property
     def is_computed_with(self) -> bool:
-        """Whether reading the parameter gives the dtype of computation: in grad mode, as recomputation is, or forward."""
+        """Whether what is read has the dtype of computation: in grad mode (as in a recomputation) and in a forward."""
         return torch.is_grad_enabled() or bool(self.group.step.calls)
 
     @not_compiled

@@ -223,7 +223,7 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 
 
 _FLOPS = {
-    _ATEN._grouped_mm: _grouped_flops,
+    getattr(_ATEN, "_grouped_mm", None): _grouped_flops,  # before torch 2.8 there is none
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -176,7 +177,8 @@ def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
     module.config.use_cache = False
     positions = getattr(config, "max_position_embeddings", None) or None
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 0
-    experts = [p for name, p in module.named_parameters() if chosen and ".experts." in name]
+    packed = re.compile(r"\.experts\.\D")  # the first dimension is that of the experts
+    experts = [p for name, p in module.named_parameters() if chosen and packed.search(name)]
     idle = sum(p.numel() * (1 - chosen / len(p)) for p in experts)
     return PlannedModel(path, module, min(positions or 1024, 4096), ids_and_labels, positions=positions, idle=idle)
 
