@@ -361,6 +361,13 @@ def test_a_model_whose_step_fails_is_named(capsys, monkeypatch):
     assert "fails: RuntimeError: on purpose" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["80", "80B", "1.2.3GB", "much"])
+def test_a_size_needs_a_unit(capsys, size):
+    with pytest.raises(SystemExit):
+        main(["plan", "small-cpu", "--gpus", "4", "--gpu-memory", size])
+    assert f"{size!r} is no size; write 32GB or 80GiB" in capsys.readouterr().err
+
+
 def test_a_learned_bias_of_attention_is_planned(monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

@@ -131,6 +131,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _bytes(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(|[kmgt]i?)b?(?:/s)?\s*", text.lower())
-    if match is None or match[1].count(".") > 1:
+    if match is None or match[1].count(".") > 1 or (not match[2] and 0 < float(match[1]) < 10**6):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 32GB or 80GiB")
     return float(match[1]) * _UNITS[match[2]]
