@@ -491,8 +491,24 @@ def test_frozen_parameters_in_the_users_checkpoint_have_the_dtype_of_computation
     plain.b.bias.requires_grad_(False)
     block = Block(copy.deepcopy(plain).double(), precision=MixedPrecision(param_dtype=torch.float32), **options)
     compare(ctx, plain, block, lambda module, x: module(x).square().sum())
+    assert block.a.weight.sum().dtype == torch.float64
+    if ctx.world_size == 1:
+        block.a.weight[0].zero_()
+        assert block.a.weight.to_local()[0].abs().sum() == 0
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_weights_of_another_block_have_the_dtype_of_computation_in_evaluation(ctx, level):
+    options = {"zero_level": level, "precision": MixedPrecision(param_dtype=torch.float32)}
+    first = Block(nn.Linear(5, 5, dtype=torch.float64), **options)
+
+    class Tied(nn.Module):
+        def forward(self, x):
+            return x @ first.weight
+
     with torch.no_grad():
-        assert (block.a.weight * 1).dtype == torch.float64
+        assert Block(Tied(), **options)(first(torch.ones(2, 5))).dtype == torch.float32
 
 
 @pytest.mark.ranks(2)

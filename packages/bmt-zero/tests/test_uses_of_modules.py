@@ -225,6 +225,40 @@ class Refreshing(nn.Module):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("is_small", [True, False])
+def test_buffers_that_a_later_forward_writes_to(ctx, is_small):
+    torch.manual_seed(0)
+    plain = Refreshing(1 if is_small else 1 << 15)
+    model = shard(copy.deepcopy(plain), use_checkpoint=True)
+    for each in (plain, model):
+        each(seeded(0, 3, WIDTH), refresh=False).sum().backward()
+        loss = each(seeded(1, 3, WIDTH), refresh=False).square().sum()
+        each(seeded(2, 3, WIDTH), refresh=True)
+        if is_small or each is plain:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"has written to the buffers \['usage'\]"):
+                loss.backward()
+    if is_small:
+        assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1)
+def test_large_buffers_that_a_hook_writes_to(ctx):
+    layer = nn.Linear(3, 3)
+    layer.register_buffer("seen", torch.zeros(1 << 15))
+    block = shard(layer, use_checkpoint=True)
+
+    def count(module: nn.Module, *_: object) -> None:
+        module.seen.add_(1)
+
+    block.register_forward_hook(count)
+    for step in range(1, 4):
+        block(torch.ones(2, 3)).sum().backward()
+        assert block.seen[0] == step
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("is_small", [True, False])
 def test_buffers_that_only_some_forwards_write_to(ctx, is_small):
     size = 1 if is_small else 1 << 15
     torch.manual_seed(0)

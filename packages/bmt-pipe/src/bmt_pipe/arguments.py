@@ -435,10 +435,11 @@ class Arguments:
             for n, leaf in enumerate(signature.leaves):
                 readers = [] if n in signature.hidden else [last] if n in signature.tail else everyone
                 if origin == self.stage:
-                    if leaf.is_tensor:
+                    others = [stage for stage in readers if stage != origin]
+                    if leaf.is_tensor and others:
                         data = as_in_memory(self.values[origin][n].detach())
                         check_in_memory("an argument", data)
-                        swap.sends.extend((data, stage) for stage in readers if stage != origin)
+                        swap.sends.extend((data, stage) for stage in others)
                     continue
                 value: Any = None
                 if self.stage in readers and leaf.is_tensor:

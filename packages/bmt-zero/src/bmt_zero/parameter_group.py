@@ -62,8 +62,9 @@ class GroupHandle:
 
     @property
     def is_computed_with(self) -> bool:
-        """Whether what is read has the dtype of computation: in grad mode (as in a recomputation) and in a forward."""
-        return torch.is_grad_enabled() or bool(self.group.step.calls)
+        """Whether what is read now has the dtype of computation: in a forward, and when a checkpoint recomputes."""
+        recomputes = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        return recomputes or bool(self.group.step.calls)
 
     @not_compiled
     def unshard(self, stored: bool = False) -> Tensor:

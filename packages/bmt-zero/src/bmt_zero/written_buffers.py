@@ -61,27 +61,33 @@ class WrittenBuffers:
         yield
         written = {key for key, each in before.items() if self._has_changed(key, each)}
         self._written[training] = written | (known or set())
+        needed = small | self._written[training]
         for key, each in before.items():
-            copies[key] = each if key in written | small else each._replace(copy=None)
+            # A buffer that was replaced (a cache that grows, for example) still has its values.
+            has_values = key not in needed or (key in written and not self._was_written(key, each))
+            copies[key] = each._replace(copy=None) if has_values else each
 
     @contextlib.contextmanager
     def _restored(self, copies: Copies) -> Iterator[None]:
-        # A buffer that was replaced (a cache that grows, for example) still has its values.
-        values = {
-            key: each.copy if each.copy is not None else None if self._was_written(key, each) else each.buffer
-            for key, each in copies.items()
-            if self._has_changed(key, each)
-        }
-        missing = [name for (_, name), value in values.items() if value is None]
+        by_forwards = set().union(*self._written.values())
+        values: dict[tuple[int, str], Tensor] = {}
+        missing = []
+        for key, each in copies.items():
+            if self._has_changed(key, each):
+                if each.copy is not None:
+                    values[key] = each.copy
+                elif not self._was_written(key, each):
+                    values[key] = each.buffer
+                elif key in by_forwards:  # else a script or a hook has written to it
+                    missing.append(key[1])
         if missing:
             raise RuntimeError(
-                f"the buffers {missing} were written to in a checkpointed forward or since, for the first time, and "
-                f"are too large to be copied before each forward; it cannot be computed again with their values "
-                f"before; use use_checkpoint=False for this module"
+                f"a checkpointed forward has written to the buffers {missing} for the first time, which are too large "
+                f"to be copied before each forward; forwards before cannot be computed again with their values then; "
+                f"use use_checkpoint=False for this module"
             )
         now = [dict(m._buffers) for m in self._modules]
         for (index, name), value in values.items():
-            assert value is not None
             self._modules[index]._buffers[name] = value.clone()
         try:
             yield
