@@ -137,7 +137,7 @@ class Watch:
         if is_own:
             # Before it there may be lines of source, which are indented, and after it there may be notes.
             lines = traceback.format_exception_only(kind, error)
-            self._error = next(line for line in lines if not line.startswith(" ")).strip().splitlines()[0]
+            self._error = next(line for line in lines if not line.startswith(" ")).splitlines()[0].strip()
             self._raised = "".join(traceback.format_exception(kind, error, stack))
             self._alarm(f"rank {self.rank} raised {self._error}")
             self._concluded.wait(_ANSWER + 1.0)
