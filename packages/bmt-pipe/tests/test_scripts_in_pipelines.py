@@ -302,3 +302,51 @@ def test_errors_tell_what_to_do_instead(ctx: ParallelContext) -> None:
     different = r"stage 0 with keywords=\{\}, grad enabled=True; stage 1 with keywords=\{'a': '\*'\}, grad enabled=F"
     with pytest.raises(RuntimeError, match=different), torch.set_grad_enabled(ctx.rank == 0):
         layers(hidden(ctx, 4), **({"a": 1} if ctx.rank else {}))
+
+
+class Conditional(nn.Module):
+    """Uses a frozen expert, a trained one, or no parameter at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList([nn.Parameter(random(n, WIDTH, WIDTH) * 0.1, n > 0) for n in range(2)])
+        self.bias = nn.Parameter(random(2, WIDTH))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        if chosen == 2:
+            return x
+        return x + torch.tanh(x @ self.experts[chosen] + (self.bias if chosen else 0))
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", [None, "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
+def test_layers_of_which_a_replica_uses_no_parameter(ctx: ParallelContext, level: int, schedule: str | None) -> None:
+    twins = Twins(ctx, Conditional, 5, level=level, tail_schedule=schedule)
+    x = hidden(ctx, 4)
+    for number in range(3):
+        chosen = (ctx.data_rank + number) % 3
+
+        def loss(layers: nn.Module, x: Tensor, chosen: int = chosen) -> Tensor:
+            if layers is twins.piped and schedule is not None:
+                return layers(x, chosen, tail=lambda y: y.square().mean())
+            return layers(x, chosen).square().mean()
+
+        twins.check(f"call {number}", [x], loss)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_argument_that_no_layer_uses_gets_no_gradient(ctx: ParallelContext, inside: bool) -> None:
+    class Choosing(Layer):
+        def forward(self, x: Tensor, *biases: Tensor) -> Tensor:
+            return super().forward(x) + biases[0]
+
+    layers = PipelineTransformerBlockList([Choosing().to(DTYPE) for _ in range(2)])
+    used, unused = random(0, WIDTH, grad=True), random(1, WIDTH, grad=True)
+    if inside:
+        layers(hidden(ctx, 4), used, unused, tail=lambda y: y.square().mean()).backward()
+    else:
+        layers(hidden(ctx, 4), used, unused).square().mean().backward()
+    assert used.grad is not None
+    assert unused.grad is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bmt_comm import local_rows
-from bmt_zero import Block, no_sync, verify_replicas
+from bmt_zero import Block, BMTrainModelWrapper, no_sync, shard, verify_replicas
 from bmt_zero.fully_shard import fully_shard
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -233,3 +234,83 @@ def test_gradients_that_were_dropped_are_zeros_on_all_ranks(ctx, level):
     sums = [p.full_tensor().detach().double().sum().item() for p in block.parameters()]
     assert ctx.world.all_gather_object(sums) == [sums] * ctx.world_size
     verify_replicas(block)
+
+
+class Conditional(nn.Module):
+    """Does something else on each rank: computes, returns its input, scales it, or uses a frozen expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList([nn.Parameter(torch.randn(5, 5), requires_grad=n > 0) for n in range(2)])
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x, kind):
+        if kind == "returns":
+            return x
+        if kind == "scales":
+            return x * 0.5
+        if kind == "frozen":
+            return x + torch.tanh(x @ self.experts[0])
+        return self.inner(x) + x @ self.experts[1]
+
+
+KINDS = ["computes", "returns", "scales", "frozen"]
+
+
+def stack(make_layer):
+    return nn.ModuleList([make_layer() for _ in range(3)])
+
+
+@pytest.mark.ranks(2, 3, timeout=90)
+@every_level
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), *stack(Conditional))
+    model = copy.deepcopy(plain)
+    for index in range(1, 4):
+        model[index] = Block(model[index], use_checkpoint, level)
+    model = BMTrainModelWrapper(model, zero_level=level)
+
+    def loss(model, rank, step):
+        x = model[0](seeded(10 * step + rank, 3, 5))
+        for index in range(3):
+            x = model[index + 1](x, KINDS[(rank + (step >> index) * (index + 1)) % 4])
+        return x.square().sum()
+
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rank in range(ctx.world_size):
+            loss(plain, rank, step).backward()
+        loss(model, ctx.rank, step).backward()
+        step_alike(plain, model, optimizers)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.rand(5))
+
+    def forward(self, x, uses_scale):
+        x = self.inner(torch.tanh(x))
+        return x * self.scale if uses_scale else x * 2
+
+
+@pytest.mark.ranks(2)
+@every_level
+def test_a_layer_around_another_of_which_a_rank_uses_no_parameter(ctx, level):
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Outer() for _ in range(2)])
+    model = copy.deepcopy(plain)
+    for layer in model:
+        layer.inner = Block(layer.inner, zero_level=level)
+        shard(layer, level)
+    for step in range(3):
+        uses = [[True, False], [False, True], [False, False]][step]
+        for rank in range(2):
+            plain[1](plain[0](seeded(rank, 3, 5), uses[rank]), True).square().sum().backward()
+        model[1](model[0](seeded(ctx.rank, 3, 5), uses[ctx.rank]), True).square().sum().backward()
+        assert_same_gradients(model, plain)

@@ -484,32 +484,45 @@ class Arguments:
     def exchange_grads(self, hidden: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients of this rank's leaves that want one. ``hidden``: those of hidden states, which come first.
 
-        A collective.
+        None for an argument of which no stage has computed a gradient: no layer has used it. A collective.
         """
         if not any(leaf.requires_grad for s in self.plan.signatures for leaf in s.leaves[len(s.hidden) :]):
             return hidden
         parts: list[list[Tensor]] = []  # for each of this rank's leaves, the gradient from each stage
+        marks: list[Tensor] = []  # for each stage, which of these it has computed
+        stages = range(self.context.pipe.size)
         grads, self._grads = self._grads, {}
 
         def make_room() -> _Swap:
             swap = _Swap([], [])
             for origin, signature in enumerate(self.plan.signatures):
+                computed: list[bool] = []
                 for n, leaf in enumerate(signature.leaves):
                     if n in signature.hidden or not leaf.requires_grad:
                         continue
                     grad = grads.pop((origin, n), None)
+                    computed.append(grad is not None)
                     if grad is None:
                         grad = torch.zeros_like(leaf.empty(self.context.device))
                     if origin != self.stage:
                         swap.sends.append((grad, origin))
                         continue
-                    stages = range(self.context.pipe.size)
                     parts.append([grad if stage == origin else torch.empty_like(grad) for stage in stages])
                     swap.recvs.extend((part, stage) for stage, part in enumerate(parts[-1]) if stage != origin)
+                mark = torch.tensor(computed, dtype=torch.uint8, device="cpu")
+                if origin != self.stage:
+                    swap.sends.append((mark, origin))
+                    continue
+                marks.extend(mark if stage == origin else torch.empty_like(mark) for stage in stages)
+                swap.recvs.extend((mark, stage) for stage, mark in enumerate(marks) if stage != origin)
             return swap
 
         self._swap(make_room)
-        return [*hidden, *(torch.stack(of_stages).sum(0) for of_stages in parts)]
+        computed = torch.stack(marks).any(0).tolist()
+        return [
+            *hidden,
+            *(torch.stack(some).sum(0) if any_is else None for some, any_is in zip(parts, computed, strict=True)),
+        ]
 
     def _swap(self, make_room: Callable[[], _Swap]) -> None:
         """Send and receive tensors. Those in host memory are sent on a communicator of their own.

@@ -21,8 +21,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from bmt_comm import ParallelContext, note_place, without_autocast
-from bmt_zero.backward_context import outside_backward, step_context
+from bmt_zero.backward_context import BackwardPart, outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
+from bmt_zero.hooks import Call
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import sharding_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
@@ -60,6 +61,7 @@ class _Alive(NamedTuple):
     # Edges of the tensors that get gradients: the intermediate hidden states, where they are returned, and the hidden
     # states after the last layer. None: the tensor does not require a gradient.
     outputs: list[GradientEdge | None]
+    calls: list[Call]  # of Blocks, if backward is split
 
 
 class Run:
@@ -428,11 +430,11 @@ class Run:
         leaves = [x for x in (*alive.inputs, *alive.arguments.values()) if x.requires_grad]
         if not self._accumulates:
             if roots and leaves:
-                with _explained():
+                with _explained(), self._step.computing(BackwardPart.INPUTS):
                     torch.autograd.backward(roots, grads, inputs=leaves)
         elif action.kind is Kind.INPUT:
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
-            self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
+            self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked, alive.calls)
             with _explained():
                 self._split[key].run_input_pass()
         elif roots:
@@ -468,7 +470,9 @@ class Run:
             inputs = [x.detach().requires_grad_(want and gets_gradient(x)) for x, want in zip(tensors, wanted)]
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
         splits = grad and self.plan.schedule.splits_backward
-        with torch.set_grad_enabled(grad), self._step.splitting() if splits else contextlib.nullcontext():
+        splitting: contextlib.AbstractContextManager[list[Call]]
+        splitting = self._step.splitting() if splits else contextlib.nullcontext([])
+        with torch.set_grad_enabled(grad), splitting as calls:
             args, kwargs, _ = self.arguments.of(micro_batch, arguments)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
             versions = [x._version for x in given]
@@ -495,7 +499,7 @@ class Run:
             outputs = [x for x in take_apart((intermediates, hidden))[1] if gets_gradient(x)]
             # Edges do not keep the outputs themselves alive after they have been sent.
             edges = [lasting_gradient_edge(x) if x.requires_grad else None for x in outputs]
-            self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
+            self._alive[micro_batch, place] = _Alive(inputs, arguments, edges, calls)
         return hidden, intermediates
 
     def _warn_of_kept_tensors(self, chunk: int, micro_batch: int, place: int, first: int) -> None:

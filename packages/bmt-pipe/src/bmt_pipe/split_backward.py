@@ -51,6 +51,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bmt_zero.backward_context import BackwardPart, StepContext
 from bmt_zero.hooks import Call
+from bmt_zero.parameter_group import Enter
 
 _PRODUCTS = {
     "AddmmBackward0": ("mat1", "mat2"),
@@ -135,6 +136,7 @@ class SplitBackward:
         leaves: the inputs. The input-gradient pass accumulates their gradients.
         step: it is told which pass is running.
         hooked: nodes of tensors whose hooks must be called once.
+        calls: the calls of Blocks. Those that have used no parameter take part where other ranks reduce.
     """
 
     def __init__(
@@ -144,13 +146,14 @@ class SplitBackward:
         leaves: Sequence[Tensor],
         step: StepContext,
         hooked: Collection[Node] = (),
+        calls: Sequence[Call] = (),
     ) -> None:
         self._step = step
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._roots = list(zip(roots, grads, strict=True))
         self._arrived: dict[Node, Sequence[Tensor | None]] = {}
         self._together: list[tuple[_Group, GradientEdge]] = []  # of the input-gradient pass
-        self._groups: list[_Group] = []
+        self._groups: list[_Group | Call] = []
         graph = graph_of(root.node for root in roots)
         path = _leading_to([get_gradient_edge(leaf).node for leaf in self._leaves], graph)
         users: dict[Node, set[Node]] = defaultdict(set)  # of each node just behind the boundary
@@ -193,7 +196,8 @@ class SplitBackward:
                     self._together.append((group, edge))
                 else:
                     group.crossing.setdefault(node, []).append(edge)
-        self._groups = sorted(dict.fromkeys(group_of.values()), key=lambda group: group.order)
+        unused = [call for call in calls if not call.is_in(graph)]
+        self._groups = sorted([*dict.fromkeys(group_of.values()), *unused], key=lambda group: group.order)
 
     def run_input_pass(self) -> None:
         """The input-gradient pass: accumulate the gradients of the inputs."""
@@ -205,7 +209,7 @@ class SplitBackward:
         if self._all_at_once:
             torch.autograd.backward(edges, grads)
             return
-        nodes = {node for group in self._groups for node in group.crossing}
+        nodes = {node for group in self._groups if isinstance(group, _Group) for node in group.crossing}
         handles = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in nodes]
         together = list(dict.fromkeys(edge for _, edge in self._together))
         wanted = [*map(get_gradient_edge, leaves), *together]
@@ -228,6 +232,9 @@ class SplitBackward:
         with self._recomputed.within():
             while self._groups:
                 group = self._groups.pop()
+                if isinstance(group, Call):
+                    _reduce_nothing(group)
+                    continue
                 with group.unsharded():
                     self._weights_of(group)
 
@@ -350,3 +357,21 @@ def _has_weight_pass(node: Any) -> bool:
         return True
     function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
     return bool(getattr(function, "splits_backward", False))
+
+
+class _Unused:
+    """Receives, in place of a call's gradients, the message that there are none."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def params_arrived(self, _grads: Any) -> None:
+        self.call.reduce_nothing()
+
+
+def _reduce_nothing(call: Call) -> None:
+    """Take part, in a backward pass, when other ranks reduce their gradients of a call that has used no parameter."""
+    anchor = call.group.anchor
+    with torch.enable_grad():
+        [root] = Enter.apply(_Unused(call), [torch.zeros_like(anchor)], anchor)
+    root.backward()

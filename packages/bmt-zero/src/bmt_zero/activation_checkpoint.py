@@ -155,7 +155,9 @@ class CheckpointedForward:
     ) -> Any:
         if current_backward() is not None:
             for group in views:
-                group.unshard_in_backward()
+                # Ranks compare the order in which they unshard, and one that saves no tensors recomputes nothing.
+                if not (group.in_backward and group.is_unsharded):
+                    group.unshard_in_backward()
         installed = [group for group, tensors in views.items() if group.install(tensors)]
         try:
             with keeping.recomputation():

@@ -84,6 +84,7 @@ class StepContext:
         forbidden: why unsharding is forbidden now, as part of a message; None: it is allowed.
         use: lets ranks agree on which parameters they have used.
         splits_backward: whether backward of the forward that is running will be split into two passes.
+        split_calls: the calls of that forward that have trainable parameters.
         part: what the running backward pass computes.
     """
 
@@ -105,7 +106,21 @@ class StepContext:
         self._nested = self._deferred = 0
         self._built: dict[tuple[Communicator, ...], int] = {}
         self.splits_backward = False
+        self.split_calls: list[Any] = []
         self.part = BackwardPart.ALL
+        self._anchors: dict[torch.device, tuple[Tensor, Any]] = {}
+
+    def anchor_on(self, device: torch.device) -> tuple[Tensor, Any]:
+        """A leaf through which all parameters on ``device`` enter computations, and its node.
+
+        The node runs only in backward passes that accumulate gradients of all leaves. Autograd lets the stream that
+        called backward wait for gradients if leaves like this one are on the device.
+        """
+        if device not in self._anchors:
+            anchor = torch.zeros((), requires_grad=True, device=device)
+            with torch.enable_grad():
+                self._anchors[device] = anchor, anchor.view_as(anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return self._anchors[device]
 
     def next_number(self, communicators: Sequence[Communicator]) -> int:
         """How many groups these ranks have built together before. It distinguishes groups with the same name."""
@@ -224,6 +239,8 @@ class StepContext:
         stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            for group in reversed(self._passes[task].groups):
+                group.reduce_unused_calls()
             if len(self._passes) == 1 and not self._nested:
                 self._reduce_deferred(self._passes[task].groups)
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
@@ -292,6 +309,13 @@ class StepContext:
             self._deferred -= 1
         self.end_use()
 
+    def accumulates(self, node: Any) -> bool:
+        """Whether the running backward pass, whose part is ALL, accumulates gradients of all leaves.
+
+        ``node``: that of :meth:`anchor_on`. The graph of a single layer in a pipeline may not contain it.
+        """
+        return bool(self._nested) or bool(torch._C._will_engine_execute_node(node))
+
     @contextmanager
     def computing(self, part: BackwardPart) -> Iterator[None]:
         """Within, backward passes compute ``part``."""
@@ -302,13 +326,13 @@ class StepContext:
             self.part = before
 
     @contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Within, forwards run whose backward will be split into two passes."""
-        before, self.splits_backward = self.splits_backward, True
+    def splitting(self) -> Iterator[list[Any]]:
+        """Within, forwards run whose backward will be split into two passes. Yields their calls (``hooks.Call``)."""
+        before, self.splits_backward, self.split_calls = self.splits_backward, True, []
         try:
-            yield
+            yield self.split_calls
         finally:
-            self.splits_backward = before
+            self.splits_backward, self.split_calls = before, []
 
     def reduce(
         self,

@@ -9,6 +9,11 @@
     A hook on the nodes of the call's outputs unshards the parameters again when backward arrives. If an output is a
     view, its base also has a hook, because writing into a view replaces its node. Several calls of one group may be in
     backward at the same time; the last one reshards.
+
+    If a call of this rank has used no parameter (an expert that is frozen, a layer that returns its input), backward
+    does not come to its node, and other ranks reduce their gradients. This rank reduces with them, when that node would
+    have run: before the module that computed earlier begins. Where other modules compute within the call, this is at
+    the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -50,12 +55,16 @@ class Call:
         "__weakref__",
         "_awaited_inputs",
         "_awaits_params",
+        "_entry",
         "_targets",
         "group",
+        "has_inner",
         "has_others",
         "has_reduced",
         "hooks",
         "inputs",
+        "is_unused",
+        "order",
         "trainable",
     )
 
@@ -67,6 +76,10 @@ class Call:
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
+        self._entry: Callable[[], Any] = lambda: None  # returns the node of Enter, or None if nothing refers to it
+        self.order = 0  # of that node, in a forward whose backward will be split
+        self.has_inner = False  # other sharded modules compute within
+        self.is_unused = False  # this backward pass does not come to that node
         self.has_reduced = False
         before = self.group.last_call()
         self.has_others = before is not None and not before.has_reduced  # one backward may reach both calls
@@ -80,10 +93,14 @@ class Call:
         trainable = list(itertools.compress(views, self.trainable))
         entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
         if entered:
-            for outer in self.group.step.calls:  # this may be the only input of theirs that gets a gradient
-                if outer.call is not None and not all(outer.call.trainable):
-                    outer.call.inputs.append(entered[0].grad_fn)
-        if self.group.step.splits_backward:
+            self._entry = weakref.ref(entered[0].grad_fn)
+        for outer in (each.call for each in self.group.step.calls if each.call is not None):
+            outer.has_inner = True
+            if entered and not all(outer.trainable):  # this may be the only input of theirs that gets a gradient
+                outer.inputs.append(entered[0].grad_fn)
+        if entered and self.group.step.splits_backward:
+            self.group.step.split_calls.append(self)
+            self.order = entered[0].grad_fn._sequence_nr()
             entered = tuple(x.view_as(x) for x in entered)  # a node for each, so that its gradient is computed alone
         if len(entered) == len(views):
             return list(entered)
@@ -141,6 +158,11 @@ class Call:
                 if other.reshard_after_forward and hooks.needed_in_backward and other.is_worth_prefetching:
                     group.step.enter(other)
                     other.unshard()
+            if self._awaits_params and group.step.accumulates(group.accumulates):
+                node = self._entry()
+                self.is_unused = node is None or not torch._C._will_engine_execute_node(node)
+                if self.is_unused and not self.has_inner:
+                    self.reduce_nothing()
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the parameters have arrived: reduce them."""
@@ -151,6 +173,16 @@ class Call:
             self.has_reduced = True
             group.reduce_call(self.trainable, grads, self._targets, self.has_others)
         group.reshard_in_backward()
+
+    def is_in(self, graph: Container[Any]) -> bool:
+        """Whether a graph uses parameters of the call."""
+        return self._entry() in graph
+
+    def reduce_nothing(self) -> None:
+        """Take part when other ranks reduce their gradients of this call's parameters."""
+        self.is_unused, self.has_reduced = False, True
+        self._awaits_params = not self._awaited_inputs  # where they are known, their gradients end the call
+        self.group.reduce_call(self.trainable, [None] * sum(self.trainable), self._targets, self.has_others)
 
     @not_compiled
     def _input_arrived(self, node: Any, _grads: Any) -> None:
@@ -321,6 +353,15 @@ class ForwardHooks:
                     f"after the call; return a clone of it"
                 )
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
+        if (
+            not differentiable
+            and call.call is not None
+            and any(call.call.trainable)
+            and any(x.requires_grad for x in tensors)
+        ):
+            # It has returned its inputs, whose nodes belong to other calls. An alias has a node of its own.
+            result = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, result)
+            differentiable = call.call.follow_outputs(find_tensors(result), call.inputs)
         # Backward probably begins with the last one of several linked modules.
         asked = group.options.reshard_after_forward
         begins_backward = asked is None and self.next is None and self.previous is not None

@@ -213,11 +213,7 @@ class ParameterGroup:
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
-        # Autograd lets the stream that called backward wait for gradients if leaves like this one are on the device.
-        self.anchor = torch.zeros((), requires_grad=True, device=context.device)
-        # This node runs only in backward passes that accumulate gradients of all leaves.
-        with torch.enable_grad():
-            self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.anchor, self.accumulates = step.anchor_on(context.device)
         self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
         self.unsharded_alone: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
@@ -252,6 +248,10 @@ class ParameterGroup:
     def is_worth_prefetching(self) -> bool:
         """Whether unsharding takes time, so that it should begin before the parameters are needed."""
         return any(not flat.is_shard for flat in self.flats)
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(flat.state is State.UNSHARDED for flat in self.flats)
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
@@ -460,6 +460,12 @@ class ParameterGroup:
         for reducer, _ in parts:
             reducer.has_calls_left |= has_others
         self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
+
+    def reduce_unused_calls(self) -> None:
+        """Reduce for calls whose parameters got no gradients on this rank and whose turn is at the end of backward."""
+        for call in self.in_backward:
+            if call.is_unused:
+                call.reduce_nothing()
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
         """Start to reduce gradients: for each reducer, one for each of its parameters, and a target or None."""
