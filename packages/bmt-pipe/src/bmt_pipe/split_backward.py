@@ -51,7 +51,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bmt_zero.backward_context import BackwardPart, StepContext
 from bmt_zero.hooks import Call
-from bmt_zero.parameter_group import Enter
 
 _PRODUCTS = {
     "AddmmBackward0": ("mat1", "mat2"),
@@ -371,7 +370,6 @@ class _Unused:
 
 def _reduce_nothing(call: Call) -> None:
     """Take part, in a backward pass, when other ranks reduce their gradients of a call that has used no parameter."""
-    anchor = call.group.anchor
     with torch.enable_grad():
-        [root] = Enter.apply(_Unused(call), [torch.zeros_like(anchor)], anchor)
+        [root] = call.group.enter(_Unused(call), [torch.zeros((), device=call.group.context.device)])
     root.backward()

@@ -33,7 +33,7 @@ from bmt_comm import (
 
 from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
-from .parameter_group import ParameterGroup
+from .parameter_group import ParameterGroup, leaf_on
 from .use_agreement import UseAgreement
 
 
@@ -108,19 +108,7 @@ class StepContext:
         self.splits_backward = False
         self.split_calls: list[Any] = []
         self.part = BackwardPart.ALL
-        self._anchors: dict[torch.device, tuple[Tensor, Any]] = {}
-
-    def anchor_on(self, device: torch.device) -> tuple[Tensor, Any]:
-        """A leaf through which all parameters on ``device`` enter computations, and its node.
-
-        The node runs only in backward passes that accumulate gradients of all leaves. Autograd lets the stream that
-        called backward wait for gradients if leaves like this one are on the device.
-        """
-        if device not in self._anchors:
-            anchor = torch.zeros((), requires_grad=True, device=device)
-            with torch.enable_grad():
-                self._anchors[device] = anchor, anchor.view_as(anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        return self._anchors[device]
+        self.leaf_on = functools.cache(leaf_on)  # of all groups together
 
     def next_number(self, communicators: Sequence[Communicator]) -> int:
         """How many groups these ranks have built together before. It distinguishes groups with the same name."""
@@ -309,12 +297,12 @@ class StepContext:
             self._deferred -= 1
         self.end_use()
 
-    def accumulates(self, node: Any) -> bool:
+    def accumulates(self, device: torch.device) -> bool:
         """Whether the running backward pass, whose part is ALL, accumulates gradients of all leaves.
 
-        ``node``: that of :meth:`anchor_on`. The graph of a single layer in a pipeline may not contain it.
+        Outside of pipelines it must contain parameters of some group on ``device``.
         """
-        return bool(self._nested) or bool(torch._C._will_engine_execute_node(node))
+        return bool(self._nested) or bool(torch._C._will_engine_execute_node(self.leaf_on(device)[1]))
 
     @contextmanager
     def computing(self, part: BackwardPart) -> Iterator[None]:

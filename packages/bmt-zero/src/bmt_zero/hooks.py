@@ -1,8 +1,9 @@
 """The hooks before and after the forward of a sharded module, and its calls in forward and backward.
 
 [Note: how a parameter group meets autograd]
-    The unsharded parameters enter a computation as the outputs of one autograd node (:class:`Enter`) per call.
-    Autograd calls that node's backward once, when all gradients of the parameters have arrived. Then they are reduced.
+    The unsharded parameters enter a computation as the outputs of one autograd node (``parameter_group.Enter``) per
+    call. Autograd calls that node's backward once, when all gradients of the parameters have arrived. Then they are
+    reduced.
     Frozen parameters get no gradient. If a group has frozen parameters, a call ends only when the gradients of its
     inputs have arrived, too.
 
@@ -42,7 +43,7 @@ from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
 from .kept_results import uncounted
 from .outputs import find_tensors
-from .parameter_group import Enter, ParameterGroup
+from .parameter_group import ParameterGroup
 from .readable_parameters import Reads
 from .registrations import registrations
 from .sharded_parameter import ShardedParameter
@@ -91,16 +92,17 @@ class Call:
         """The unsharded parameters, in the order of ``group.params``. This call receives their gradients."""
         views, self._targets = self.group.views_with_targets()
         trainable = list(itertools.compress(views, self.trainable))
-        entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
-        if entered:
-            self._entry = weakref.ref(entered[0].grad_fn)
+        entered = self.group.enter(self, trainable) if trainable else ()
+        node: Any = entered[0].grad_fn if entered else None
+        if node is not None:
+            self._entry = weakref.ref(node)
         for outer in (each.call for each in self.group.step.calls if each.call is not None):
             outer.has_inner = True
             if entered and not all(outer.trainable):  # this may be the only input of theirs that gets a gradient
-                outer.inputs.append(entered[0].grad_fn)
+                outer.inputs.append(node)
         if entered and self.group.step.splits_backward:
             self.group.step.split_calls.append(self)
-            self.order = entered[0].grad_fn._sequence_nr()
+            self.order = node._sequence_nr()
             entered = tuple(x.view_as(x) for x in entered)  # a node for each, so that its gradient is computed alone
         if len(entered) == len(views):
             return list(entered)
@@ -158,7 +160,7 @@ class Call:
                 if other.reshard_after_forward and hooks.needed_in_backward and other.is_worth_prefetching:
                     group.step.enter(other)
                     other.unshard()
-            if self._awaits_params and group.step.accumulates(group.accumulates):
+            if self._awaits_params and group.step.accumulates(group.context.device):
                 node = self._entry()
                 self.is_unused = node is None or not torch._C._will_engine_execute_node(node)
                 if self.is_unused and not self.has_inner:

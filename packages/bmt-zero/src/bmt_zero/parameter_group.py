@@ -86,7 +86,7 @@ class GroupHandle:
             return before  # a tied weight is used twice and unsharded once
         values = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
-        [unsharded] = Enter.apply(self, [values], self.group.anchor)
+        [unsharded] = self.group.enter(self, [values])
         if self.group.step.splits_backward:
             unsharded = unsharded.view_as(unsharded)  # the view's node keeps that of Enter, which torch 2.8 would drop
         if not casts:
@@ -131,17 +131,17 @@ class Enter(torch.autograd.Function):
     """() → unsharded parameters. ``receiver.params_arrived`` is called once, when all their gradients have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, receiver: Any, tensors: list[Tensor], _anchor: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, receiver: Any, tensors: Sequence[Tensor], *_anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.receiver = receiver
         return tuple(tensors)
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.receiver.params_arrived(grads)
-        return None, None, None
+        return (None,) * len(ctx.needs_input_grad)
 
 
 @dataclass
@@ -213,7 +213,7 @@ class ParameterGroup:
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
-        self.anchor, self.accumulates = step.anchor_on(context.device)
+        self.anchor, self.accumulates = leaf_on(context.device)
         self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
         self.unsharded_alone: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
@@ -252,6 +252,14 @@ class ParameterGroup:
     @property
     def is_unsharded(self) -> bool:
         return all(flat.state is State.UNSHARDED for flat in self.flats)
+
+    def enter(self, receiver: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``tensors`` as outputs of one node, with whose gradients ``receiver.params_arrived`` is called."""
+        anchors = [self.anchor]
+        if not self.step.splits_backward:  # which takes groups apart by what is behind their nodes
+            anchors.append(self.step.leaf_on(self.context.device)[0])
+        entered: tuple[Tensor, ...] = Enter.apply(receiver, tensors, *anchors)
+        return entered
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
@@ -515,6 +523,17 @@ class ParameterGroup:
         for name in ("name", "number", "mesh", "reshard_after_forward", "reshard_after_backward"):
             setattr(twin, name, getattr(self, name))
         return twin
+
+
+def leaf_on(device: torch.device) -> tuple[Tensor, Any]:
+    """A leaf for nodes that have no other inputs, and its own node.
+
+    That node runs only in backward passes that accumulate gradients of all leaves. Autograd lets the stream that called
+    backward wait for gradients if leaves like this one are on the device.
+    """
+    leaf = torch.zeros((), requires_grad=True, device=device)
+    with torch.enable_grad():
+        return leaf, leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def parameters_in_forward(module: nn.Module, step: Any) -> Iterator[nn.Parameter]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmt_comm import not_compiled, uses_compiler
 
 from .backward_context import current_backward, is_running
-from .parameter_group import Enter, GroupHandle
+from .parameter_group import GroupHandle
 from .sharded_parameter import ShardedParameter, is_row_sharded
 from .unsharded_parameter import FACTS
 
@@ -85,7 +85,7 @@ class Reads:
         read = ReadParameter.of(handle)
         if not records:
             return read
-        [entered] = Enter.apply(handle, [read], handle.group.anchor)
+        [entered] = handle.group.enter(handle, [read])
         return entered
 
     def check(self, name: str) -> None:
