@@ -112,6 +112,21 @@ def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
     assert_same_gradients(block, plain)
 
 
+@pytest.mark.ranks(2, pipe_size=2)
+@pytest.mark.parametrize("use_checkpoint", [True, "matmuls", 0.5, 0.0, False])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_block_that_moves_to_one_stage_keeps_what_it_keeps(ctx: Any, use_checkpoint: Any, offload: bool) -> None:
+    settings = {"use_checkpoint": use_checkpoint, "offload": offload, "zero_level": 3}
+    moved = stage_block(Block(nn.Linear(5, 5), **settings), keep=True)
+    expected = sharding_of(Block(nn.Linear(5, 5), **settings, stage_local=True))
+    sharding = sharding_of(moved)
+    assert sharding.group.options.offload == offload
+    assert (sharding.checkpoint is None) == (expected.checkpoint is None)
+    if expected.checkpoint is not None:
+        assert type(sharding.checkpoint.kept) is type(expected.checkpoint.kept)
+        assert vars(sharding.checkpoint.kept) == vars(expected.checkpoint.kept)
+
+
 class Split(DistributedModule):
     """A module with parameters that are sharded already, one of them also over tensor-parallel ranks."""
 

@@ -41,6 +41,11 @@ class KeptOperations:
     def __init__(self, operators: Iterable[OpOverload]) -> None:
         self.wanted: Mapping[OpOverload, frozenset[int] | None] = dict.fromkeys(operators)  # None: all calls
 
+    @property
+    def use_checkpoint(self) -> UseCheckpoint:
+        """A value of ``use_checkpoint`` that means this."""
+        return set(self.wanted) or True
+
     def __str__(self) -> str:
         return "recomputed in backward" + (", but for some operators" if self.wanted else "")
 
@@ -56,6 +61,11 @@ class KeptShare:
     def __init__(self, share: float) -> None:
         self.share = share
         self.wanted: Mapping[OpOverload, frozenset[int]] | None = None
+
+    @property
+    def use_checkpoint(self) -> UseCheckpoint:
+        """The value of ``use_checkpoint`` that means this."""
+        return self.share
 
     def __str__(self) -> str:
         return f"{self.share:.0%} of their activation memory is kept, the rest is recomputed in backward"

@@ -75,12 +75,13 @@ def _move_block(block: nn.Module, context: ParallelContext, keep: bool) -> None:
             forget_sharding(block)
             Block(
                 block,
-                sharding.checkpoint is not None,
+                False if sharding.checkpoint is None else sharding.checkpoint.kept.use_checkpoint,
                 group.level,
                 sharding.initialized,
                 precision=group.precision,
                 reshard_after_forward=options.reshard_after_forward,
                 stage_local=True,
+                offload=options.offload,
             )
         return
     if options.communicators is not None:
