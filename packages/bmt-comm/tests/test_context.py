@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import itertools
+import math
 import os
 import random
 import socket
@@ -136,6 +137,11 @@ def test_sizes_that_do_not_divide_raise_the_same_error_on_every_rank(device_type
         ({"device": "meta"}, "device='meta' is not supported; choose 'cuda' or 'cpu'"),
         ({"device": "cpu", "backend": "nccl"}, "backend='nccl' cannot communicate CPU tensors"),
         ({"timeout": 10.0, "agreement_timeout": 20.0}, "agreement_timeout=20 must be more than 0 and .* timeout=10,"),
+        ({"timeout": 0.0}, "timeout=0 must be at least 0.001 and at most 1e.09 seconds"),
+        ({"timeout": datetime.timedelta(seconds=-1)}, "timeout=-1 must be"),
+        ({"timeout": math.inf}, "timeout=inf must be"),
+        ({"timeout": math.nan}, "timeout=nan must be"),
+        ({"seed": 2**64}, f"seed={2**64} must be at least -2..63 and below 2..64"),
         ({"agreement_timeout": 0.0}, "agreement_timeout=0 must be more than 0"),
         ({"agreement_timeout": -1.0}, "agreement_timeout=-1 must be"),
         ({"init_method": "tcp://127.0.0.1:29999"}, "does not tell the number of processes: add "),
@@ -417,13 +423,13 @@ def test_the_seed_reaches_the_generators_unless_it_is_none_and_nothing_else_chan
     init_distributed(device=device_type, seed=None)
     assert state() == before
     shutdown()
-    for arguments in ({}, {"seed": 5}):
+    for arguments in ({}, {"seed": 5}, {"seed": 2**32 + 1}, {"seed": -1}):
         init_distributed(device=device_type, **arguments)
         seed = arguments.get("seed", 0)
         drawn = (random.random(), torch.rand(1).item(), numpy.random.rand())
         random.seed(seed)
         torch.manual_seed(seed)
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)
         assert drawn == (random.random(), torch.rand(1).item(), numpy.random.rand())
         assert state()[3:] == before[3:]
         shutdown()

@@ -38,6 +38,7 @@ from .topology import TopologyNames
 from .transport import stop_sharing_memory, stop_waiting
 
 MESH_DIMS = ("pipe", "data", "tensor")
+_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds of a timeout; torch counts in milliseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +175,8 @@ def init_distributed(
 
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).
-        seed: of the generators of ``random``, numpy (if it is loaded) and torch, the same on every rank; initial values
-            of parameters are drawn from torch's. ``None``: the generators are not seeded.
+        seed: of the generators of ``random``, numpy (if it is loaded; modulo 2³²) and torch, the same on every rank;
+            initial values of parameters are drawn from torch's. ``None``: the generators are not seeded.
         pipe_size: pipeline stages; -1: one.
         num_micro_batches: micro-batches of a pipeline; by default as many as stages.
         tp_size: tensor-parallel ranks.
@@ -208,8 +209,13 @@ def init_distributed(
         raise ValueError(f"num_micro_batches={num_micro_batches!r} must be a positive integer")
     if zero_level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
-    if not isinstance(timeout, datetime.timedelta):
-        timeout = datetime.timedelta(seconds=timeout)
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed!r} must be at least -2**63 and below 2**64")
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    if not _SHORTEST <= timeout <= _LONGEST:
+        raise ValueError(f"timeout={timeout:g} must be at least {_SHORTEST:g} and at most {_LONGEST:g} seconds")
+    timeout = datetime.timedelta(seconds=timeout)
     if agreement_timeout is None:
         agreement_timeout = min(timeout.total_seconds(), TIMEOUT)
     if isinstance(agreement_timeout, datetime.timedelta):
@@ -520,5 +526,5 @@ def _parts(grid: Tensor, *dims: int) -> list[list[int]]:
 def _seed_generators(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
