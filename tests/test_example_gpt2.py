@@ -532,6 +532,7 @@ def test_the_picture_leaves_out_a_line_that_was_cut(tmp_path, monkeypatch):
         (["--experts", "1"], "num_experts=1 must be at least 2"),
         (["--experts", "6", "--tp", "4"], "--experts 6 is no multiple of --tp 4"),
         (["--clip", "0"], "--clip 0 would make all gradients 0"),
+        (["--temperature", "1e-40"], "--temperature 1e-40 must be at least 1e-06; for no chance at all use --top-k 1"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from errors import UsageError
+from generate import LEAST_TEMPERATURE
 from models import PRESETS, GPTConfig
 from models.gpt_config import DTYPES
 from optimizers import LEARNING_RATES
@@ -186,8 +187,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--epochs {args.epochs} must be above 0")
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out {args.held_out} must be between 0 and 1")
-    if not args.temperature > 0:
-        parser.error(f"--temperature {args.temperature} must be above 0; for no chance at all use --top-k 1")
+    if not args.temperature >= LEAST_TEMPERATURE:
+        least = f"must be at least {LEAST_TEMPERATURE}; for no chance at all use --top-k 1"
+        parser.error(f"--temperature {args.temperature} {least}")
     if args.roll_back and not args.snapshot_every:
         parser.error("--roll-back goes back to a snapshot; pass --snapshot-every, too")
     if args.resume and args.overwrite:

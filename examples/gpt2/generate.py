@@ -6,6 +6,7 @@ python generate.py runs/gpt2 --prompt "def main("
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import bmtrain as bmt
 from data import END_OF_TEXT
 from errors import UsageError
 from models import GPT
+
+LEAST_TEMPERATURE = 1e-6  # scores that are divided by it are finite
 
 
 @torch.no_grad()
@@ -79,10 +82,13 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="below 1: bet on the likely (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the choices (default: %(default)s)")
     args = parser.parse_args()
-    if not (args.tokens >= 0 and args.top_k > 0 and args.temperature > 0):
-        parser.error(
-            "--tokens must not be negative, and --top-k and --temperature must be above 0; no chance: --top-k 1"
-        )
+    if not (args.tokens >= 0 and args.top_k > 0):
+        parser.error("--tokens must not be negative, and --top-k must be above 0")
+    if not LEAST_TEMPERATURE <= args.temperature < math.inf:
+        least = f"must be a finite number, at least {LEAST_TEMPERATURE}; for no chance at all use --top-k 1"
+        parser.error(f"--temperature {args.temperature} {least}")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed} must not be negative, and must be below 2**63")
     bmt.init_distributed()
     try:
         model, tokenizer = load_model(find_checkpoint(args.checkpoint))

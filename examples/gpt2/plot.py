@@ -51,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         runs = {folder.name: read_records(folder / "metrics.jsonl") for folder in args.runs}
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         parser.error(f"{error.filename} does not exist; name folders that train.py wrote")
     if len(runs) < len(args.runs):
         parser.error(f"two of the runs have the same name: {', '.join(folder.name for folder in args.runs)}")

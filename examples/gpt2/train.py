@@ -301,10 +301,13 @@ def on_rank_0(call: Callable[[], None]) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """The whole run, in the folder that ``--out`` names."""
-    bmt.init_distributed(
-        seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
-        zero_level=args.zero_level, device=args.device, timeout=args.timeout, deterministic=args.deterministic,
-    )  # fmt: skip
+    try:
+        bmt.init_distributed(
+            seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
+            zero_level=args.zero_level, device=args.device, timeout=args.timeout, deterministic=args.deterministic,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     checkpointer = prepare_output(args)
     try:
         run(args, checkpointer)
