@@ -44,7 +44,7 @@ Models with small random weights, each under `BMTrainModelWrapper` on 2 CPU rank
 | LoRA before | updates of a model with adapters (peft) on all linear layers |
 | LoRA after | the same for adapters that are added to the wrapped model |
 | compiled | updates where each Block is compiled by `layer.compile()`, with the backend "eager" |
-| tensor parallel | updates of the model sharded by `bmt_tp.parallelize` over the 2 ranks, by its plan or that of bmt-tp |
+| tensor parallel | updates of the model sharded by `bmt_tp.parallelize` over the 2 ranks, by its plan or bmt-tp's |
 
 A cell has the error, or "right"; *refused* or **wrong**, with the number of a message below; "–" where the plain model
 cannot do it; "not run" where a check was left out. Updates are right if their error is at most {tolerance:.0e} in fp32,
