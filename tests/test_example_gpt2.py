@@ -453,6 +453,9 @@ def test_all_ranks_write_the_same_sample():
     assert model.training
     greedy = [generate(model, tokenizer, "", 5, top_k=1, seed=seed) for seed in (0, 1)]
     assert greedy[0] == greedy[1]
+    model.final_norm.weight.to_local().fill_(math.nan)
+    with pytest.raises(UsageError, match="its scores are not finite"):
+        generate(model, tokenizer, "a b")
 
 
 def evaluation(step, loss):

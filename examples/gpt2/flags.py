@@ -221,7 +221,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compress and args.zero_level == 0:
         parser.error("--compress is for weights that are gathered; choose --zero-level 1, 2 or 3")
     if args.compress and args.deterministic:
-        parser.error("--compress rounds gradients on each number of ranks otherwise; leave --deterministic out")
+        parser.error("--compress rounds gradients, differently for each number of ranks; leave --deterministic out")
     try:
         check_deterministic(args)
         check_pipeline(args)

@@ -41,6 +41,9 @@ def generate(
         top_k: choose among so many of the most likely tokens; 1: always the most likely one.
         temperature: below 1 prefers the likely tokens more, above 1 less.
         seed: of the choices.
+
+    Raises:
+        UsageError: scores of the model are not finite.
     """
     was_training = model.training
     model.eval()
@@ -53,6 +56,8 @@ def generate(
         padded = seen + [0] * (-len(seen) % context.tp_size)
         scores = model(torch.tensor([padded], device=context.device))[0, len(seen) - 1]
         scores = bmt.nn.gather_along(scores, 0)[: tokenizer.get_vocab_size()].float()
+        if not scores.isfinite().all():
+            raise UsageError("the model writes no text: its scores are not finite, as after a training that diverged")
         best, candidates = scores.topk(min(top_k, len(scores)))
         chosen = torch.multinomial(torch.softmax(best.cpu() / temperature, dim=0), 1, generator=generator)
         token = candidates[chosen.to(context.device)]
@@ -92,9 +97,9 @@ def main() -> None:
     bmt.init_distributed()
     try:
         model, tokenizer = load_model(find_checkpoint(args.checkpoint))
+        text = generate(model, tokenizer, args.prompt, args.tokens, args.top_k, args.temperature, args.seed)
     except UsageError as error:
         sys.exit(f"error: {error}")
-    text = generate(model, tokenizer, args.prompt, args.tokens, args.top_k, args.temperature, args.seed)
     bmt.print_rank(text)
 
 

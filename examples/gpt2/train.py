@@ -337,9 +337,10 @@ def run(args: argparse.Namespace, checkpointer: bmt.Checkpointer) -> None:
         bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
         return
     bmt.print_rank(f"Drawing the loss, and writing a sample of {args.sample_tokens} tokens ...", flush=True)
-    text = trainer.sample() if args.sample_tokens else ""
     if bmt.rank() == 0:
         plot(metrics.records, args.out / "loss.png")
+    text = trainer.sample() if args.sample_tokens else ""
+    if bmt.rank() == 0:
         if text:
             (args.out / "sample.txt").write_text(text + "\n")
             print(f"--- a sample ---\n{text}\n----------------")
