@@ -336,10 +336,15 @@ def run(args: argparse.Namespace, checkpointer: bmt.Checkpointer) -> None:
     if not finished:
         bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
         return
-    bmt.print_rank(f"Drawing the loss, and writing a sample of {args.sample_tokens} tokens ...", flush=True)
-    if bmt.rank() == 0:
-        plot(metrics.records, args.out / "loss.png")
-    text = trainer.sample() if args.sample_tokens else ""
+    sample = f", and writing a sample of {args.sample_tokens} tokens" if args.sample_tokens else ""
+    bmt.print_rank(f"Drawing the loss{sample} ...", flush=True)
+    text = ""
+    try:
+        if args.sample_tokens:
+            text = trainer.sample()
+    finally:
+        if bmt.rank() == 0:
+            plot(metrics.records, args.out / "loss.png")
     if bmt.rank() == 0:
         if text:
             (args.out / "sample.txt").write_text(text + "\n")
