@@ -60,7 +60,7 @@ class Conditions:
             )
         if saved["data"] != self.data:
             raise UsageError(
-                "the checkpoint was trained on other data; pass the same --data, --max-bytes and --vocab-size"
+                "the checkpoint was trained on other data; pass the same --data, --max-bytes, --held-out, --vocab-size"
             )
         if saved["seed"] != self.seed:
             raise UsageError(f"the checkpoint was trained with --seed {saved['seed']}; pass the same")
