@@ -482,6 +482,31 @@ def test_the_users_checkpoint_inside_a_block(ctx, options):
     compare(ctx, *pair(Inner, **options), call)
 
 
+class ReadsInPart(nn.Module):
+    """Computes with shapes and copies of its parameters, and with as many of them as its input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 5, 5))
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def part(self, x):
+        x = x * self.weights.shape[0] / self.bias.size(0) + self.weights.detach().mean() * len(self.bias)
+        for i in range(1 if x.detach().sum() > 0 else 3):
+            x = torch.tanh(x @ self.weights[i] + self.bias.data + self.bias)
+        return torch.tanh(x * self.weights.dim() / self.weights.numel() + torch.ones_like(self.bias))
+
+    def forward(self, x):
+        return x + checkpoint(self.part, x, use_reentrant=False)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@every_option
+def test_the_users_checkpoint_recomputes_with_unsharded_parameters(ctx, options):
+    """Modules have sharded parameters then. Which of them a rank reads may depend on its input."""
+    compare(ctx, *pair(ReadsInPart, **options), lambda module, x: module(x).square().sum())
+
+
 @pytest.mark.ranks(1, 2)
 @every_option
 def test_frozen_parameters_in_the_users_checkpoint_have_the_dtype_of_computation(ctx, options):

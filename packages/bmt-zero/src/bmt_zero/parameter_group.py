@@ -29,7 +29,7 @@ from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
 from .gradient_target import GradientTarget
 from .options import Options
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, recomputes
 from .unsharded_parameter import LEAST_BYTES, UnshardedParameter
 
 
@@ -63,8 +63,15 @@ class GroupHandle:
     @property
     def is_computed_with(self) -> bool:
         """Whether what is read now has the dtype of computation: in a forward, and when a checkpoint recomputes."""
-        recomputes = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        return recomputes or bool(self.group.step.calls)
+        return recomputes() or bool(self.group.step.calls)
+
+    @property
+    def is_unsharded_in_backward(self) -> bool:
+        """Whether a checkpoint recomputes in a backward pass for which the group is unsharded.
+
+        Reading does not communicate then, so each rank may read what it needs, as in a forward.
+        """
+        return recomputes() and bool(self.group.in_backward) and self.flat.state is State.UNSHARDED
 
     @not_compiled
     def unshard(self, stored: bool = False) -> Tensor:
@@ -75,8 +82,12 @@ class GroupHandle:
         if self.replacement is not None:
             return self.replacement
         param, flat = self.param, self.flat
-        self.begin_unsharding_one()
+        in_backward = not stored and self.is_unsharded_in_backward
+        if not in_backward:
+            self.begin_unsharding_one()
         if not (torch.is_grad_enabled() and param.requires_grad):
+            if in_backward:
+                return flat.views()[self.index]
             stored = flat.allocate and (stored or not self.is_computed_with)
             return flat.unshard_stored(self.index) if stored else flat.unshard_one(self.index)
         casts = stored and flat.casts
@@ -84,7 +95,10 @@ class GroupHandle:
         before = None if cached is None or casts or version != param._version else cached()
         if before is not None:
             return before  # a tied weight is used twice and unsharded once
-        values = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
+        if in_backward:
+            values = flat.views()[self.index]
+        else:
+            values = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
         [unsharded] = self.group.enter(self, [values])
         if self.group.step.splits_backward:

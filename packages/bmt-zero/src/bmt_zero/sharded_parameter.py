@@ -20,6 +20,10 @@
 
     Products (``linear``, ``matmul``) with a tensor-parallel parameter act on this rank's shard, as tensor-parallel
     layers do. All other operations act on the logical parameter.
+
+    What a module has checkpointed inside of its forward is recomputed in backward, where modules see sharded parameters
+    again. Shapes and values are those of the forward then: of the unsharded parameter, or of this tensor-parallel
+    rank's shard.
 """
 
 from __future__ import annotations
@@ -237,6 +241,13 @@ def _result_or_operands(
 
     It is not inlined in ``__torch_function__``, because torch.compile cannot trace a long block in a context manager.
     """
+    if recomputes():
+        if _asks_for_sizes(func, name):
+            sizes = torch.empty(args[0].bmt_slice.tp_shard_shape, device="meta")
+            return func(sizes, *args[1:], **kwargs), args, kwargs
+        if _reads_values(func, name, args):
+            args, kwargs = tree_map_only(ShardedParameter, ShardedParameter.gather, (args, kwargs))
+            return _NO_RESULT, args, kwargs
     if name in ("numel", "nelement"):
         return math.prod(args[0].bmt_slice.shape), args, kwargs
     if name in ("dim", "ndimension") or (name == "__get__" and func.__self__ is Tensor.ndim):
@@ -274,6 +285,27 @@ def _result_or_operands(
     logical = _shard_or_logical if name in _PRODUCTS else _logical
     args, kwargs = tree_map_only(ShardedParameter, logical, (args, kwargs))
     return _NO_RESULT, args, kwargs
+
+
+def recomputes() -> bool:
+    """Whether a checkpoint recomputes a part of a forward: autograd runs a backward pass, and records."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def _asks_for_sizes(func: Any, name: str) -> bool:
+    if name == "__get__":
+        return func.__self__ is Tensor.shape or func.__self__ is Tensor.ndim
+    return name in ("numel", "nelement", "dim", "ndimension", "size", "__len__")
+
+
+def _reads_values(func: Any, name: str, args: tuple[Any, ...]) -> bool:
+    if name == "__get__":
+        return func.__self__ is Tensor.data or getattr(func.__self__, "__name__", "") in TRANSPOSED
+    if is_in_place(name) or name in ("__set__", "__setitem__"):
+        return not (args and isinstance(args[0], ShardedParameter))
+    return func is not torch.autograd.grad and kind_of(name) is not Kind.LOCAL
 
 
 def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
