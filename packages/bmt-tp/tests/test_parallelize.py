@@ -377,6 +377,33 @@ def test_a_norm_of_heads_gets_the_gradient_of_all_of_them(ctx):
     torch.testing.assert_close(model.norm.bias.grad, plain.norm.bias.grad)
 
 
+class QueryNorm(nn.Module):
+    """Normalises the queries of each head by a norm that plans of Hugging Face do not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 3
+        self.qkv, self.q_norm, self.o = nn.Linear(6, 36), nn.LayerNorm(3), nn.Linear(12, 6)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        return self.o(q * k + v)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("suffix", ["", "+sequence"])
+def test_a_norm_of_queries_is_found_whatever_the_columns_beside_it_are(ctx, suffix):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Identity(), QueryNorm(), nn.Identity()), torch.randn(2, 6, 6)
+    plan = {"1.qkv": "packed_colwise:3" + suffix, "1.o": "rowwise" + suffix}
+    model = parallelize(copy.deepcopy(plain), plan | ({"0": "sequence_start", "2": "sequence_end"} if suffix else {}))
+    for which in (plain, model):
+        which(x).square().sum().backward()
+    torch.testing.assert_close(model[1].q_norm.weight.grad, plain[1].q_norm.weight.grad)
+    torch.testing.assert_close(model[1].q_norm.bias.grad, plain[1].q_norm.bias.grad)
+
+
 @pytest.mark.ranks(2, tp_size=2)
 def test_shards_stay_marked_after_torch_has_replaced_them(ctx):
     torch.manual_seed(0)

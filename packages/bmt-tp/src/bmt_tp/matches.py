@@ -107,7 +107,8 @@ def implied_matches(matches: list[Match]) -> list[Match]:
     implied: dict[str, Match] = {}
     known = {match.name for match in matches}
     for match in matches:
-        if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
+        kind = re.split("[:+]", match.style)[0]
+        if kind not in ("colwise", "packed_colwise") or match.parameter is not None:
             continue
         size = getattr(match.parent, "head_dim", None)
         head = size if isinstance(size, int) else 0
