@@ -487,6 +487,15 @@ def test_torch_clips_and_scales_a_sharded_model_as_the_plain_one(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
+def test_torch_reduces_the_norms_of_all_gradients_together(ctx):
+    _, model = feedforwards()
+    model(torch.randn(5, 6)).square().sum().backward()
+    before = ctx.tp.traffic["all_reduce"].calls
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert ctx.tp.traffic["all_reduce"].calls == before + 1
+
+
+@pytest.mark.ranks(2, tp_size=2)
 def test_what_is_reset_after_it_was_sharded_is_that_of_the_plain_layer(ctx):
     for style in ("vocab", "colwise", "rowwise"):
         plain = nn.Sequential(nn.Embedding(8, 6, padding_idx=1) if style == "vocab" else nn.Linear(6, 8))

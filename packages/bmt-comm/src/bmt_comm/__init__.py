@@ -39,7 +39,14 @@ from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
-from .sharded_gradient import ShardedGradient, gradient_of, local_rows, noting_gradient, sharded_gradient
+from .sharded_gradient import (
+    ShardedGradient,
+    gradient_of,
+    local_rows,
+    noting_gradient,
+    sharded_gradient,
+    use_multi_tensor_functions,
+)
 from .sharded_rows import (
     ShardedRows,
     check_initializer,
@@ -157,6 +164,7 @@ __all__ = [
     "tp_shard_of",
     "tree_sum",
     "unshard_tp",
+    "use_multi_tensor_functions",
     "use_scaler",
     "uses_compiler",
     "wait_loader",

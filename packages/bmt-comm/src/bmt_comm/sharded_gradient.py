@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 
 from .sharded_rows import ShardedRows, is_called_by_optimizer, make_rows
 from .slice import is_stage_local, select_rows, tp_shard_of
@@ -65,6 +67,15 @@ class ShardedGradient(ShardedRows):
                 for grad in _written(name, args):
                     grad.was_overwritten = True
         return result
+
+
+def use_multi_tensor_functions(*types: type[Tensor]) -> None:
+    """Let torch pass ``types``, and gradients of this class, to its functions of lists of tensors, as DTensor does.
+
+    Otherwise ``clip_grad_norm_`` reduces the norm of each gradient by itself. Ranks must agree on it.
+    """
+    for known in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        known.extend(each for each in (*types, ShardedGradient) if each not in known)
 
 
 def _written(name: str, args: Sequence[Any]) -> list[ShardedGradient]:

@@ -18,6 +18,7 @@ from bmt_comm import (
     refuse_whole_layer_optimizers,
     sharded_gradient,
     tp_shard_of,
+    use_multi_tensor_functions,
 )
 
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
@@ -114,6 +115,7 @@ class TensorParallelParameter(nn.Parameter):
 def mark_shard(param: nn.Parameter, where: Slice) -> None:
     """Mark a plain parameter as the shard ``where`` of a logical parameter."""
     refuse_whole_layer_optimizers()
+    use_multi_tensor_functions()
     _mark(param, tp_mode=True, **{SLICE_ATTRIBUTE: where})
 
 

@@ -23,11 +23,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils import _foreach_utils
 
-from bmt_comm import ShardedGradient, ShardedRows, Slice, refuse_whole_layer_optimizers, sharded_rows, unshard_tp
+from bmt_comm import (
+    ShardedRows,
+    Slice,
+    refuse_whole_layer_optimizers,
+    sharded_rows,
+    unshard_tp,
+    use_multi_tensor_functions,
+)
 
 from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
@@ -46,10 +51,7 @@ def watch_optimizers() -> None:
     if not _watching:
         _watching = True
         refuse_whole_layer_optimizers()
-        # As DTensor does: on a GPU torch uses multi-tensor kernels only for tensors of these types.
-        types: tuple[Any, ...] = (ShardedParameter, ShardedGradient)
-        torch_optimizer._foreach_supported_types.extend(types)
-        _foreach_utils._foreach_supported_types.extend(types)
+        use_multi_tensor_functions(ShardedParameter)
         register_optimizer_step_pre_hook(_before_step)
 
 
