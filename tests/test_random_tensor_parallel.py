@@ -182,7 +182,7 @@ class Program:
             with torch.no_grad():
                 loss = model.eval()(*inputs)
             model.train()
-            return [float(loss)]
+            return [loss.item()]
         if action in ("exception", "interrupt") and is_sharded:
 
             def fail(*_: object) -> None:
@@ -199,7 +199,7 @@ class Program:
             twin = copy.deepcopy(inner)
             loss = twin(*inputs)
             loss.backward()
-            return [float(loss)]
+            return [loss.item()]
         elif action == "read":
             assert repr(model)
             if self.style != "alone":  # parameters that only parallelize has sharded are this rank's part
@@ -221,7 +221,7 @@ class Program:
         scaled(loss).backward(retain_graph=action == "again")
         if action == "again":
             scaled(loss).backward()
-        return float(loss)
+        return loss.item()
 
     def _edit_gradients(
         self, model: nn.Module, optimizer: Any, manager: OptimManager | None, action: str
