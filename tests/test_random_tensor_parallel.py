@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from random_programs import default_dtype, run_programs
 from random_tensor_parallel_models import VOCAB, Kind, Model, plan_of, with_parallel_layers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,16 +29,6 @@ ACTIONS = [
     *("nothing", "clip", "evaluate", "twice", "again", "scale", "freeze", "write", "load", "reload", "hook"),
     *("exception", "interrupt", "drop", "copy", "read", "keep"),
 ]
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Program:
@@ -251,37 +241,29 @@ class Program:
             assert error <= self.tolerance * (update or 1.0), f"{name} is off by {error} of {update} {where}"
 
 
-def run(ctx: ParallelContext, seeds: range) -> None:
-    for seed in seeds:
-        try:
-            Program(seed, ctx).run()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-
-
 @pytest.mark.ranks(2, tp_size=2, timeout=120)
 @pytest.mark.parametrize("first", range(0, 16, 8))
 def test_two_tensor_parallel_ranks(ctx: ParallelContext, first: int) -> None:
-    run(ctx, range(first, first + 8))
+    run_programs(Program, ctx, range(first, first + 8))
 
 
 @pytest.mark.ranks(3, tp_size=3, timeout=120)
 def test_three_tensor_parallel_ranks(ctx: ParallelContext) -> None:
-    run(ctx, range(100, 106))
+    run_programs(Program, ctx, range(100, 106))
 
 
 @pytest.mark.ranks(4, tp_size=2, timeout=120)
 def test_two_replicas(ctx: ParallelContext) -> None:
-    run(ctx, range(200, 206))
+    run_programs(Program, ctx, range(200, 206))
 
 
 @pytest.mark.long
 @pytest.mark.ranks(4, tp_size=2, timeout=900)
 def test_many_programs_of_two_replicas(ctx: ParallelContext) -> None:
-    run(ctx, range(1000, 1100))
+    run_programs(Program, ctx, range(1000, 1100))
 
 
 @pytest.mark.long
 @pytest.mark.ranks(3, tp_size=3, timeout=900)
 def test_many_programs_of_three_tensor_parallel_ranks(ctx: ParallelContext) -> None:
-    run(ctx, range(2000, 2100))
+    run_programs(Program, ctx, range(2000, 2100))

@@ -95,7 +95,7 @@ class ShardedProgram(Program):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("first", range(0, 32, 8))
+@pytest.mark.parametrize("first", range(0, 24, 8))
 def test_random_training(ctx: ParallelContext, first: int) -> None:
     run_programs(ShardedProgram, ctx, range(first, first + 8))
 
