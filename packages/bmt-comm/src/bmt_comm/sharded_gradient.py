@@ -74,7 +74,8 @@ def use_multi_tensor_functions(*types: type[Tensor]) -> None:
 
     Otherwise ``clip_grad_norm_`` reduces the norm of each gradient by itself. Ranks must agree on it.
     """
-    for known in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    lists: list[list[Any]] = [torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    for known in lists:
         known.extend(each for each in (*types, ShardedGradient) if each not in known)
 
 
