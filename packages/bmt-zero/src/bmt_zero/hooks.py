@@ -63,6 +63,7 @@ class Call:
         "has_others",
         "has_reduced",
         "hooks",
+        "inner_entries",
         "inputs",
         "is_unused",
         "order",
@@ -74,10 +75,11 @@ class Call:
         self.group = hooks.group
         self.trainable = self.group.trains
         self.inputs: list[Any] = []  # nodes of inputs: the call ends when their gradients have arrived, too
+        self.inner_entries: list[Callable[[], Any]] = []  # return more such nodes: the ``Enter`` of calls within
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
-        self._entry: Callable[[], Any] = lambda: None  # returns the node of Enter, or None if nothing refers to it
+        self._entry: Callable[[], Any] = lambda: None  # returns the node of ``Enter``; None: the node is gone
         self.order = 0  # of that node, in a forward whose backward will be split
         self.has_inner = False  # other sharded modules compute within
         self.is_unused = False  # this backward pass does not come to that node
@@ -99,7 +101,7 @@ class Call:
         for outer in (each.call for each in self.group.step.calls if each.call is not None):
             outer.has_inner = True
             if entered and not all(outer.trainable):  # this may be the only input of theirs that gets a gradient
-                outer.inputs.append(node)
+                outer.inner_entries.append(self._entry)
         if entered and self.group.step.splits_backward:
             self.group.step.split_calls.append(self)
             self.order = node._sequence_nr()
@@ -150,7 +152,7 @@ class Call:
             group.step.enter(group)
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
-            for node in self.inputs:
+            for node in [*self.inputs, *filter(None, (entry() for entry in self.inner_entries))]:
                 self._awaited_inputs[node] = node.register_prehook(functools.partial(self._input_arrived, node))
             if self.hooks.needed_in_backward:
                 group.unshard_in_backward()
