@@ -146,7 +146,7 @@ class Program:
         draw = self.draw
         self.ours = draw.random() < 0.3
         self.dtype = torch.float32 if self.ours else torch.float64  # AdamOptimizer takes no float64
-        self.tolerance = 3e-4 if self.ours else 1e-7
+        self.tolerance = 1e-4 if self.ours else 1e-7
         with default_dtype(self.dtype):
             self.plain = self.make_plain()
             self.model = self.make_sharded(copy.deepcopy(self.plain))

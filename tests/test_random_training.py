@@ -17,7 +17,7 @@ STYLES = ["wrapper", "blocks", "some blocks", "fully_shard", "shard"]
 
 
 class Experts(nn.Module):
-    """Uses another parameter on each rank."""
+    """Uses another parameter on each rank, or none on some."""
 
     chosen = 0
 
@@ -25,8 +25,11 @@ class Experts(nn.Module):
         super().__init__()
         self.all = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1) for _ in range(3)])
+        self.skips = draw.random() < 0.3
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.chosen == 0 and self.skips:
+            return x
         return self.all(x) + x @ self.experts[self.chosen]
 
 

@@ -303,14 +303,20 @@ class Outer(nn.Module):
 @every_level
 def test_a_layer_around_another_of_which_a_rank_uses_no_parameter(ctx, level):
     torch.manual_seed(0)
-    plain = nn.ModuleList([Outer() for _ in range(2)])
+    plain = nn.ModuleList([Outer() for _ in range(3)])
     model = copy.deepcopy(plain)
     for layer in model:
         layer.inner = Block(layer.inner, zero_level=level)
         shard(layer, level)
-    for step in range(3):
-        uses = [[True, False], [False, True], [False, False]][step]
+
+    def loss(layers, rank, step):
+        x = seeded(rank, 3, 5)
+        for index, layer in enumerate(layers):
+            x = layer(x, (step + index * rank) % 3 != 1)
+        return x.square().sum()
+
+    for step in range(6):
         for rank in range(2):
-            plain[1](plain[0](seeded(rank, 3, 5), uses[rank]), True).square().sum().backward()
-        model[1](model[0](seeded(ctx.rank, 3, 5), uses[ctx.rank]), True).square().sum().backward()
+            loss(plain, rank, step).backward()
+        loss(model, ctx.rank, step).backward()
         assert_same_gradients(model, plain)

@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from . import nccl, packing, process_group, store
-from ._compat import not_compiled, runs_compiled_autograd, uses_compiler
+from ._compat import inside_checkpoint, not_compiled, runs_compiled_autograd, uses_compiler
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .autocast import without_autocast
@@ -121,6 +121,7 @@ __all__ = [
     "gradient_of",
     "in_place",
     "init_distributed",
+    "inside_checkpoint",
     "is_called_by_optimizer",
     "is_called_from",
     "is_dtensor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 import torch.distributed as dist
+from torch.utils import checkpoint
 
 eval_frame: Any = _eval_frame
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -123,3 +125,16 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
         return None
     backend = group._get_backend(torch.device("cuda"))
     return backend if hasattr(backend, "_group_start") else None
+
+
+def inside_checkpoint() -> bool:
+    """Whether a non-reentrant ``torch.utils.checkpoint`` is active."""
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if ask is not None:
+        hooks = ask(False)
+        return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    # torch 2.6 does not expose the hooks. The innermost running function of torch.utils.checkpoint tells.
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__name__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in ("checkpoint", "recompute_fn")

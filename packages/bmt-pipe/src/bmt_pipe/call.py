@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from bmt_comm import ParallelContext, not_compiled
+from bmt_comm import ParallelContext, inside_checkpoint, not_compiled
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.written_buffers import WrittenBuffers
 
-from ._compat import inside_checkpoint
 from .arguments import Plan, Signature, exchange_signatures, remember, sign
 from .chunk import autocast_state, groups_in
 from .messages import StageFailedError, connected, gets_gradient

@@ -11,7 +11,7 @@ import enum
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -108,7 +108,8 @@ class StepContext:
         self.splits_backward = False
         self.split_calls: list[Any] = []
         self.part = BackwardPart.ALL
-        self.leaf_on = functools.cache(leaf_on)  # of all groups together
+        self.anchor_on = functools.cache(leaf_on)  # of the groups on a device together
+        self._unused: list[Any] = []  # calls that have used no parameter and wait for their turn, in order
 
     def next_number(self, communicators: Sequence[Communicator]) -> int:
         """How many groups these ranks have built together before. It distinguishes groups with the same name."""
@@ -227,8 +228,7 @@ class StepContext:
         stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            for group in reversed(self._passes[task].groups):
-                group.reduce_unused_calls()
+            self.reduce_unused(-1, self._passes[task].groups)
             if len(self._passes) == 1 and not self._nested:
                 self._reduce_deferred(self._passes[task].groups)
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
@@ -297,12 +297,24 @@ class StepContext:
             self._deferred -= 1
         self.end_use()
 
-    def accumulates(self, device: torch.device) -> bool:
+    def await_turn(self, call: Any) -> None:
+        """Reduce for a call that has used no parameter of its own when the calls within are done."""
+        self._unused.append(call)
+        self._unused.sort(key=lambda each: each.order)
+
+    def reduce_unused(self, order: int, groups: Container[ParameterGroup] | None = None) -> None:
+        """Reduce for such calls whose order is greater, of all groups or of ``groups``."""
+        due = [call for call in self._unused if call.order > order and (groups is None or call.group in groups)]
+        self._unused = [call for call in self._unused if call not in due] if due else self._unused
+        for call in reversed(due):
+            call.reduce_nothing()
+
+    def is_accumulating(self, device: torch.device) -> bool:
         """Whether the running backward pass, whose part is ALL, accumulates gradients of all leaves.
 
         Outside of pipelines it must contain parameters of some group on ``device``.
         """
-        return bool(self._nested) or bool(torch._C._will_engine_execute_node(self.leaf_on(device)[1]))
+        return bool(self._nested) or bool(torch._C._will_engine_execute_node(self.anchor_on(device)[1]))
 
     @contextmanager
     def computing(self, part: BackwardPart) -> Iterator[None]:
@@ -384,6 +396,7 @@ class StepContext:
         self._reducing = [r for r in self._reducing if r not in reducers]
         self._adding = {r: None for r in self._adding if r not in reducers}
         self.use.forget(reducers)
+        self._unused = [call for call in self._unused if call.group not in groups]
         for group in groups:
             group.abandon_backward()
 

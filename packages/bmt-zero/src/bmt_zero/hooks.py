@@ -13,8 +13,7 @@
 
     If a call of this rank has used no parameter (an expert that is frozen, a layer that returns its input), backward
     does not come to its node, and other ranks reduce their gradients. This rank reduces with them, when that node would
-    have run: before the module that computed earlier begins. Where other modules compute within the call, this is at
-    the end of the backward pass.
+    have run: at once, or, where other modules compute within the call, before backward comes to an earlier one.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Call:
         "hooks",
         "inner_entries",
         "inputs",
-        "is_unused",
         "order",
+        "returns_input",
         "trainable",
     )
 
@@ -80,9 +79,9 @@ class Call:
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
         self._entry: Callable[[], Any] = lambda: None  # returns the node of ``Enter``; None: the node is gone
-        self.order = 0  # of that node, in a forward whose backward will be split
+        self.order = sys.maxsize  # the number of that node: backward comes to later ones first
+        self.returns_input = False  # nothing in its graph reads parameters
         self.has_inner = False  # other sharded modules compute within
-        self.is_unused = False  # this backward pass does not come to that node
         self.has_reduced = False
         before = self.group.last_call()
         self.has_others = before is not None and not before.has_reduced  # one backward may reach both calls
@@ -98,13 +97,12 @@ class Call:
         node: Any = entered[0].grad_fn if entered else None
         if node is not None:
             self._entry = weakref.ref(node)
-        for outer in (each.call for each in self.group.step.calls if each.call is not None):
-            outer.has_inner = True
-            if entered and not all(outer.trainable):  # this may be the only input of theirs that gets a gradient
-                outer.inner_entries.append(self._entry)
+            self.order = node._sequence_nr()
+            for outer in self.group.step.calls:  # this may be the only input of theirs that gets a gradient
+                if outer.call is not None and not all(outer.call.trainable):
+                    outer.call.inner_entries.append(self._entry)
         if entered and self.group.step.splits_backward:
             self.group.step.split_calls.append(self)
-            self.order = node._sequence_nr()
             entered = tuple(x.view_as(x) for x in entered)  # a node for each, so that its gradient is computed alone
         if len(entered) == len(views):
             return list(entered)
@@ -150,6 +148,7 @@ class Call:
         with torch._C.DisableTorchFunctionSubclass():
             note_place(group.places[1])
             group.step.enter(group)
+            group.step.reduce_unused(self.order)  # those that entered later
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
             for node in [*self.inputs, *filter(None, (entry() for entry in self.inner_entries))]:
@@ -162,15 +161,18 @@ class Call:
                 if other.reshard_after_forward and hooks.needed_in_backward and other.is_worth_prefetching:
                     group.step.enter(other)
                     other.unshard()
-            if self._awaits_params and group.step.accumulates(group.context.device):
+            if self._awaits_params and group.step.is_accumulating(group.context.device):
                 node = self._entry()
-                self.is_unused = node is None or not torch._C._will_engine_execute_node(node)
-                if self.is_unused and not self.has_inner:
-                    self.reduce_nothing()
+                if node is None or not torch._C._will_engine_execute_node(node):
+                    if self.has_inner:
+                        group.step.await_turn(self)
+                    else:
+                        self.reduce_nothing()
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the parameters have arrived: reduce them."""
         group = self.group
+        group.step.reduce_unused(self.order)
         self._awaits_params = False
         self._end_if_complete()
         if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
@@ -184,9 +186,12 @@ class Call:
 
     def reduce_nothing(self) -> None:
         """Take part when other ranks reduce their gradients of this call's parameters."""
-        self.is_unused, self.has_reduced = False, True
-        self._awaits_params = not self._awaited_inputs  # where they are known, their gradients end the call
+        self.has_reduced = True
         self.group.reduce_call(self.trainable, [None] * sum(self.trainable), self._targets, self.has_others)
+        # Where the call's inputs are known, their gradients end it. Otherwise the end of the pass does.
+        self._awaits_params = not (self.returns_input or self._awaited_inputs)
+        self._end_if_complete()
+        self.group.reshard_in_backward()
 
     @not_compiled
     def _input_arrived(self, node: Any, _grads: Any) -> None:
@@ -266,6 +271,9 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         group, step = self.group, self.group.step
         step.begin_forward()
+        for outer in step.calls:
+            if outer.call is not None and outer.hooks.module is not module:
+                outer.call.has_inner = True
         if self.outermost_only and any(call.hooks.group is group for call in step.calls):
             return None
         call = ForwardCall(self)
@@ -356,16 +364,13 @@ class ForwardHooks:
                     f"the output of {group.name}, a {type(output).__name__}, contains a parameter, which is released "
                     f"after the call; return a clone of it"
                 )
+        trains = call.call is not None and bool(group.communicators) and any(call.call.trainable)
+        if trains and any(call.is_input(tensor) for tensor in tensors):
+            # Nodes of inputs belong to other calls. An alias has a node of its own.
+            call.call.returns_input = all(call.is_input(x) or not x.requires_grad for x in tensors)
+            result = tree_map_only(Tensor, lambda x: x.view_as(x) if call.is_input(x) else x, result)
+            tensors = find_tensors(result)
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
-        if (
-            not differentiable
-            and call.call is not None
-            and any(call.call.trainable)
-            and any(x.requires_grad for x in tensors)
-        ):
-            # It has returned its inputs, whose nodes belong to other calls. An alias has a node of its own.
-            result = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, result)
-            differentiable = call.call.follow_outputs(find_tensors(result), call.inputs)
         # Backward probably begins with the last one of several linked modules.
         asked = group.options.reshard_after_forward
         begins_backward = asked is None and self.next is None and self.previous is not None
@@ -460,6 +465,11 @@ class ForwardCall:
         self.first = False
         self.calls_within = 0
         self.reads: Reads | None = None
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an argument that gets a gradient and was not written to."""
+        given = self.inputs.get(id(tensor))
+        return tensor.requires_grad and given is not None and given[1] is tensor.grad_fn
 
     def uninstall(self) -> None:
         if self.first:

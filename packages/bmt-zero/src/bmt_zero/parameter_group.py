@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import ParallelContext, RankFailureError, not_compiled, select_rows, uses_compiler
+from bmt_comm import ParallelContext, RankFailureError, inside_checkpoint, not_compiled, select_rows, uses_compiler
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
 from .gradient_target import GradientTarget
 from .options import Options
-from .sharded_parameter import ShardedParameter, recomputes
+from .sharded_parameter import ShardedParameter
 from .unsharded_parameter import LEAST_BYTES, UnshardedParameter
 
 
@@ -63,7 +63,8 @@ class GroupHandle:
     @property
     def is_computed_with(self) -> bool:
         """Whether what is read now has the dtype of computation: in a forward, and when a checkpoint recomputes."""
-        return recomputes() or bool(self.group.step.calls)
+        recomputes = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        return recomputes or bool(self.group.step.calls)
 
     @property
     def is_unsharded_in_backward(self) -> bool:
@@ -71,7 +72,7 @@ class GroupHandle:
 
         Reading does not communicate then, so each rank may read what it needs, as in a forward.
         """
-        return recomputes() and bool(self.group.in_backward) and self.flat.state is State.UNSHARDED
+        return bool(self.group.in_backward) and self.flat.state is State.UNSHARDED and inside_checkpoint()
 
     @not_compiled
     def unshard(self, stored: bool = False) -> Tensor:
@@ -103,7 +104,7 @@ class GroupHandle:
         [unsharded] = self.group.enter(self, [values])
         if self.group.step.splits_backward:
             unsharded = unsharded.view_as(unsharded)  # the view's node keeps that of Enter, which torch 2.8 would drop
-        if not casts:
+        if not casts and not in_backward:  # whose storage is released when the group is resharded
             self.group.unsharded_alone[self] = param._version, TensorWeakRef(unsharded)
         return unsharded
 
@@ -228,6 +229,7 @@ class ParameterGroup:
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
         self.anchor, self.accumulates = leaf_on(context.device)
+        self._anchor_of_all, _ = step.anchor_on(context.device)
         self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
         self.unsharded_alone: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
@@ -271,7 +273,7 @@ class ParameterGroup:
         """``tensors`` as outputs of one node, with whose gradients ``receiver.params_arrived`` is called."""
         anchors = [self.anchor]
         if not self.step.splits_backward:  # which takes groups apart by what is behind their nodes
-            anchors.append(self.step.leaf_on(self.context.device)[0])
+            anchors.append(self._anchor_of_all)
         entered: tuple[Tensor, ...] = Enter.apply(receiver, tensors, *anchors)
         return entered
 
@@ -482,12 +484,6 @@ class ParameterGroup:
         for reducer, _ in parts:
             reducer.has_calls_left |= has_others
         self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
-
-    def reduce_unused_calls(self) -> None:
-        """Reduce for calls whose parameters got no gradients on this rank and whose turn is at the end of backward."""
-        for call in self.in_backward:
-            if call.is_unused:
-                call.reduce_nothing()
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
         """Start to reduce gradients: for each reducer, one for each of its parameters, and a target or None."""

@@ -50,6 +50,7 @@ from bmt_comm import (
     check_initializer,
     gradient_of,
     in_place,
+    inside_checkpoint,
     is_called_by_optimizer,
     is_called_from,
     logical_operands,
@@ -241,7 +242,7 @@ def _result_or_operands(
 
     It is not inlined in ``__torch_function__``, because torch.compile cannot trace a long block in a context manager.
     """
-    if recomputes():
+    if torch._C._current_graph_task_id() != -1 and _recomputes(args, kwargs):
         if _asks_for_sizes(func, name):
             sizes = torch.empty(args[0].bmt_slice.tp_shard_shape, device="meta")
             return func(sizes, *args[1:], **kwargs), args, kwargs
@@ -287,11 +288,12 @@ def _result_or_operands(
     return _NO_RESULT, args, kwargs
 
 
-def recomputes() -> bool:
-    """Whether a checkpoint recomputes a part of a forward: autograd runs a backward pass, and records."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+def _recomputes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint recomputes, in backward, a part of the forward of the module that has the parameters."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not inside_checkpoint():
         return False
-    return torch._C._current_graph_task_id() != -1
+    params = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
+    return any(param.handle is not None and param.handle.group.in_backward for param in params)
 
 
 def _asks_for_sizes(func: Any, name: str) -> bool:
