@@ -289,21 +289,23 @@ def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint):
 
 
 class Outer(nn.Module):
-    def __init__(self):
+    def __init__(self, computes):
         super().__init__()
         self.inner = nn.Linear(5, 5)
         self.scale = nn.Parameter(torch.rand(5))
+        self.computes = computes
 
     def forward(self, x, uses_scale):
         x = self.inner(torch.tanh(x))
-        return x * self.scale if uses_scale else x * 2
+        return x * self.scale if uses_scale else x * 2 if self.computes else x
 
 
 @pytest.mark.ranks(2)
 @every_level
-def test_a_layer_around_another_of_which_a_rank_uses_no_parameter(ctx, level):
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_layer_around_another_of_which_a_rank_uses_no_parameter(ctx, level, computes):
     torch.manual_seed(0)
-    plain = nn.ModuleList([Outer() for _ in range(3)])
+    plain = nn.ModuleList([Outer(computes) for _ in range(3)])
     model = copy.deepcopy(plain)
     for layer in model:
         layer.inner = Block(layer.inner, zero_level=level)

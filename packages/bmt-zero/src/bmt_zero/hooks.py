@@ -63,6 +63,7 @@ class Call:
         "has_reduced",
         "hooks",
         "inner_entries",
+        "inner_nodes",
         "inputs",
         "order",
         "returns_input",
@@ -75,6 +76,7 @@ class Call:
         self.trainable = self.group.trains
         self.inputs: list[Any] = []  # nodes of inputs: the call ends when their gradients have arrived, too
         self.inner_entries: list[Callable[[], Any]] = []  # return more such nodes: the ``Enter`` of calls within
+        self.inner_nodes: Container[Any] = ()  # of the outputs of the last call within, until the forward ends
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
@@ -127,6 +129,9 @@ class Call:
                     nodes[get_gradient_edge(tensor).node if node is None else node] = None
         for node in nodes:
             node.register_prehook(self.begin_backward)
+        for outer in self.group.step.calls:
+            if outer.call is not None:
+                outer.call.inner_nodes = nodes
         return bool(nodes)
 
     @not_compiled
@@ -365,12 +370,14 @@ class ForwardHooks:
                     f"after the call; return a clone of it"
                 )
         trains = call.call is not None and bool(group.communicators) and any(call.call.trainable)
-        if trains and any(call.is_input(tensor) for tensor in tensors):
-            # Nodes of inputs belong to other calls. An alias has a node of its own.
+        if trains and any(call.is_of_other(tensor) for tensor in tensors):
+            # An alias has a node of its own.
             call.call.returns_input = all(call.is_input(x) or not x.requires_grad for x in tensors)
-            result = tree_map_only(Tensor, lambda x: x.view_as(x) if call.is_input(x) else x, result)
+            result = tree_map_only(Tensor, lambda x: x.view_as(x) if call.is_of_other(x) else x, result)
             tensors = find_tensors(result)
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
+        if call.call is not None:
+            call.call.inner_nodes = ()
         # Backward probably begins with the last one of several linked modules.
         asked = group.options.reshard_after_forward
         begins_backward = asked is None and self.next is None and self.previous is not None
@@ -465,6 +472,11 @@ class ForwardCall:
         self.first = False
         self.calls_within = 0
         self.reads: Reads | None = None
+
+    def is_of_other(self, tensor: Tensor) -> bool:
+        """Whether the node of a tensor that is returned belongs to another call: the tensor's or one within."""
+        within = self.call is not None and tensor.grad_fn is not None and tensor.grad_fn in self.call.inner_nodes
+        return within or self.is_input(tensor)
 
     def is_input(self, tensor: Tensor) -> bool:
         """Whether a tensor is an argument that gets a gradient and was not written to."""
