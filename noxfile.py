@@ -360,7 +360,7 @@ def two_hosts(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def long(session: nox.Session) -> None:
-    """What CI has no time for: lost hosts, killed runs, faults over gloo, same bits, random scripts; 12 minutes."""
+    """What CI has no time for: lost hosts, killed runs, faults over gloo, same bits, random scripts; 20 minutes."""
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     run_tests(session, "long tests", "-m", "long", "tests", *[f"packages/{name}/tests" for name in PACKAGES])
