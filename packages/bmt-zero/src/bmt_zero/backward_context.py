@@ -109,7 +109,7 @@ class StepContext:
         self.split_calls: list[Any] = []
         self.part = BackwardPart.ALL
         self.anchor_on = functools.cache(leaf_on)  # of the groups on a device together
-        self._unused: list[Any] = []  # calls that have used no parameter and wait for their turn, in order
+        self._unused: list[Any] = []  # calls that have used no parameter and wait for their turn
 
     def next_number(self, communicators: Sequence[Communicator]) -> int:
         """How many groups these ranks have built together before. It distinguishes groups with the same name."""
@@ -300,13 +300,14 @@ class StepContext:
     def await_turn(self, call: Any) -> None:
         """Reduce for a call that has used no parameter of its own when the calls within are done."""
         self._unused.append(call)
-        self._unused.sort(key=lambda each: each.order)
 
     def reduce_unused(self, order: int, groups: Container[ParameterGroup] | None = None) -> None:
         """Reduce for such calls whose order is greater, of all groups or of ``groups``."""
+        if not self._unused:
+            return
         due = [call for call in self._unused if call.order > order and (groups is None or call.group in groups)]
-        self._unused = [call for call in self._unused if call not in due] if due else self._unused
-        for call in reversed(due):
+        self._unused = [call for call in self._unused if call not in due]
+        for call in sorted(due, key=lambda each: each.order, reverse=True):
             call.reduce_nothing()
 
     def is_accumulating(self, device: torch.device) -> bool:
@@ -390,6 +391,8 @@ class StepContext:
             return
         while self._abandoned:
             self._abandoned.popitem()[0].drop_pass()
+        if not self._passes:
+            return
         ended = [task for task in self._passes if task not in _hidden.passes]
         groups = [group for task in ended for group in self._passes.pop(task).groups]
         reducers = {reducer for group in groups for reducer in group.reducers}

@@ -37,6 +37,8 @@ class ParameterGradients:
 
     def __init__(self, flat: FlatParameter) -> None:
         self._flat = flat
+        # Whether other ranks may have other rows of a gradient.
+        self._are_parts = flat.options.stage_local or any(param.bmt_slice.communicators for param in flat.params)
         self._watched: dict[int, ShardedGradient] = {}  # ``.grad`` of parameters that gradients wait for
         self._zeros: dict[int, tuple[Tensor, int]] = {}  # zeros that :meth:`watch` has set, and their versions
         self._placeholders: dict[int, ShardedGradient] = {}  # zeros of parameters that only other ranks may have used
@@ -65,7 +67,7 @@ class ParameterGradients:
                 hooked.append(param)
             before = param.grad
             if before is None:
-                param.grad = sharded_gradient(new, param)
+                param.grad = sharded_gradient(new, param) if self._are_parts else new
             elif self._is_zero(index, before):
                 before.data = local_rows(new)  # no addition, and references to the tensor see the values
             else:
