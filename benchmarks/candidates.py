@@ -9,9 +9,11 @@ On the CPU the name has the transport, too: "FSDP2 over gloo", "FSDP2 over share
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -62,6 +64,14 @@ def candidates(systems: Sequence[str], transports: Sequence[str] = (GLOO, SHARED
             if name != PLAIN and (transport == GLOO or not name.startswith("DeepSpeed"))
         ]
     return names
+
+
+def candidate(name: str) -> str:
+    """A name, from the command line."""
+    systems = rf"{PLAIN}|DDP|FSDP2|DeepSpeed ZeRO-[0-3]|bmtrain ZeRO-[0-3]( (int8|float8|accumulating|deterministic))?"
+    if not re.fullmatch(f"({systems})( over ({GLOO}|{SHARED}))?", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is none: see the beginning of benchmarks/candidates.py")
+    return name
 
 
 def split(name: str) -> tuple[str, str]:

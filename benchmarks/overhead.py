@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from candidates import PLAIN, build, start
+from candidates import PLAIN, build, candidate, start
 from launch import launched, machine, on_ranks
 from models import GPTShape
 
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help="sequence length; the batch is 1")
     parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in each start")
-    parser.add_argument("--candidates", nargs="+", default=["FSDP2", "bmtrain ZeRO-3"])
+    parser.add_argument("--candidates", nargs="+", type=candidate, default=["FSDP2", "bmtrain ZeRO-3"])
     parser.add_argument(
         "--backward",
         choices=("calling", "own"),

@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument(
         "--candidates",
         nargs="+",
+        type=candidates.candidate,
         default=candidates.candidates(SYSTEMS),
         help="what to compare; also ZeRO-0 and ZeRO-1. 'bmtrain ZeRO-3 accumulating': four micro-batches, a gradient "
         "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order; 'bmtrain ZeRO-3 int8' "

@@ -485,6 +485,21 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("records", [[], [{"step": 1, "loss": 2.0}], [{"step": 0, "eval_loss": 3.0}]])
+def test_the_picture_of_a_run_that_has_only_some_losses(tmp_path, records):
+    plot_runs({"run": records}, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_in_an_unknown_format_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "run"), "--out", str(tmp_path / "losses.foo")])
+    with pytest.raises(SystemExit):
+        plot_main()
+    assert "losses.foo: Format 'foo' is not supported" in capsys.readouterr().err
+
+
 def test_the_picture_leaves_out_a_line_that_was_cut(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n{"step": 2, "lo')

@@ -31,16 +31,19 @@ def plot_runs(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
     axes = figure.subplots()
     for i, (name, records) in enumerate(runs.items()):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        label: str | None = name  # of the first line of the run
         for key, style in (
+            ("eval_loss", {"marker": marker, "markersize": 5, "zorder": 3}),
             ("loss", {"alpha": 0.35, "linewidth": 1}),
-            ("eval_loss", {"label": name, "marker": marker, "markersize": 5}),
         ):
             points = [(record["step"], record[key]) for record in records if key in record]
             if points:
-                axes.plot(*zip(*points), color=colour, **style)
+                axes.plot(*zip(*points), color=colour, label=label, **style)
+                label = None
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="held-out loss (marks) and training loss (pale)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=120)
 
 
@@ -57,7 +60,10 @@ def main() -> int:
         parser.error(f"two of the runs have the same name: {', '.join(folder.name for folder in args.runs)}")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no such folder")
-    plot_runs(runs, args.out)
+    try:
+        plot_runs(runs, args.out)
+    except ValueError as error:  # matplotlib knows no such format
+        parser.error(f"--out {args.out}: {error}")
     print(f"Wrote {args.out}")
     return 0
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import ShardedGradient, gradient_of, local_rows, noting_gradient, sharded_gradient
+from bmt_comm import ShardedGradient, gradient_of, is_stage_local, local_rows, noting_gradient, sharded_gradient
 
 from .flat_parameter import FlatParameter
 
@@ -37,8 +37,7 @@ class ParameterGradients:
 
     def __init__(self, flat: FlatParameter) -> None:
         self._flat = flat
-        # Whether other ranks may have other rows of a gradient.
-        self._are_parts = flat.options.stage_local or any(param.bmt_slice.communicators for param in flat.params)
+        self._has_others = any(param.bmt_slice.communicators for param in flat.params)
         self._watched: dict[int, ShardedGradient] = {}  # ``.grad`` of parameters that gradients wait for
         self._zeros: dict[int, tuple[Tensor, int]] = {}  # zeros that :meth:`watch` has set, and their versions
         self._placeholders: dict[int, ShardedGradient] = {}  # zeros of parameters that only other ranks may have used
@@ -54,6 +53,7 @@ class ParameterGradients:
         The parameters' hooks run here, because autograd does not reach the parameters.
         """
         grads, added, hooked = [], [], []
+        are_parts = self._has_others or is_stage_local(self._flat.params[0])  # then all are
         for index, (param, new) in enumerate(zip(self._flat.params, rows, strict=True)):
             if new is None:
                 continue
@@ -67,7 +67,7 @@ class ParameterGradients:
                 hooked.append(param)
             before = param.grad
             if before is None:
-                param.grad = sharded_gradient(new, param) if self._are_parts else new
+                param.grad = sharded_gradient(new, param) if are_parts else new
             elif self._is_zero(index, before):
                 before.data = local_rows(new)  # no addition, and references to the tensor see the values
             else:
