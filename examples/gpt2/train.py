@@ -108,7 +108,11 @@ class Trainer:
         schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         try:
             found = None if self.snapshots is None else self.snapshots.restore(**self.saved_objects)
-            self.step = checkpointer.load_latest(**self.saved_objects) if found is None else found
+            if found is None:
+                saved = self.saved_objects
+                checkpointer.load_latest(conditions=saved["conditions"])  # which flags differ, before what states do
+                found = checkpointer.load_latest(**saved)
+            self.step = found
         except (OSError, RuntimeError, ValueError) as error:
             raise UsageError(f"cannot go on: {error}") from error
         if self.step > 0:
