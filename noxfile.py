@@ -52,17 +52,17 @@ OUR_NEEDS = ["torch", "zlib-ng"]
 TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
 TEST_NEEDS += ["safetensors", "transformers", "accelerate", "came-pytorch", "matplotlib"]
 MODEL_NEEDS = ["transformers", "peft"]
-# Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
-# are faster than ranks that send messages.
+# Packages that work without bmt-kernels, and the tests that CI runs without it. All run beside it: ranks that share
+# memory are faster than ranks that send messages.
 OVER_MESSAGES = {
     "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "--bmt-ranks=2"],
-    "bmt-pipe": ["tests/test_equivalence.py", "--bmt-ranks=2"],
+    "bmt-pipe": ["tests/test_equivalence.py", "--bmt-ranks=2", "-n0"],  # few: to start one more worker takes longer
 }
-# What the session nccl_rules_quick runs of what nccl_rules does. bmt-pipe's is tests/test_nccl_rules.py.
+# What CI runs of the session nccl_rules. bmt-pipe's is tests/test_nccl_rules.py.
 BY_NCCLS_RULES = {
-    "bmt-zero": ["tests/test_block.py", "tests/test_equivalence.py", "--bmt-ranks=2"],
-    "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "--bmt-ranks=2"],
-    "bmt-optim": ["tests/test_sharded.py", "tests/test_lamb.py", "--bmt-ranks=2"],
+    "bmt-zero": ["tests/test_block.py", "--bmt-ranks=2"],
+    "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "--bmt-ranks=2", "-n0"],
+    "bmt-optim": ["tests/test_sharded.py", "--bmt-ranks=2", "-n0"],
 }
 # Tests of what NCCL's rules do not allow: tags, and receives that stay open beside collectives.
 NOT_BY_NCCLS_RULES = {
@@ -251,7 +251,8 @@ def cuda_build(session: nox.Session) -> None:
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
-    Those of OVER_MESSAGES run beside bmt-kernels, which they can use, and in CI a part of their tests without it.
+    Those of OVER_MESSAGES run beside bmt-kernels, which they can use, and in CI a part of their tests without it; those
+    of BY_NCCLS_RULES in CI a part of their tests once more by NCCL's rules, on CPU.
     Packages come from the wheels in dist/ and tests run in a temporary folder, so a requirement that is not declared, a
     file that is not packaged and a module that a folder shadows are noticed.
     """
@@ -277,6 +278,9 @@ def tests_alone(session: nox.Session) -> None:
                     if ALL_TESTS:
                         run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
                     install_wheels(session, "bmt-kernels")
+                if ALL_TESTS and name in BY_NCCLS_RULES:
+                    rules = ["--bmt-nccl-rules=lazy", *BY_NCCLS_RULES[name]]
+                    run_tests(session, f"{title} by NCCL's rules", *settings, *rules)
                 run_tests(session, title, *settings, "tests")
             except CommandFailed:
                 failed.append(name)
@@ -419,26 +423,16 @@ def nccl_rules(session: nox.Session) -> None:
     device. Arguments are package names.
     """
     names = session.posargs or ["bmt-comm", "bmt-zero", "bmt-tp", "bmt-optim", "bmt-pipe"]
-    run_by_nccls_rules(session, {name: ["tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}, "lazy", "eager")
-
-
-@nox.session(default=False, tags=["ci"])
-@summarized
-def nccl_rules_quick(session: nox.Session) -> None:
-    """A minute's part of nccl_rules."""
-    run_by_nccls_rules(session, BY_NCCLS_RULES, "lazy")
-
-
-def run_by_nccls_rules(session: nox.Session, tests: dict[str, list[str]], *kinds: str) -> None:
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
+    arguments = {name: [*TWO_AT_A_TIME, "tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}
     run_in_packages(
         session,
         [
-            (name, f"{name}, {kind}", [f"--bmt-nccl-rules={kind}", *TWO_AT_A_TIME, *arguments])
-            for name, arguments in tests.items()
-            for kind in kinds
+            (name, f"{name}, {kind}", [f"--bmt-nccl-rules={kind}", *arguments[name]])
+            for name in names
+            for kind in ("lazy", "eager")
         ],
     )
 
