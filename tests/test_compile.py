@@ -208,6 +208,39 @@ def test_a_single_block(ctx: Any, how: str, backend: str) -> None:
         assert (value - wanted).norm() <= 1e-5 * change, name
 
 
+class Convolution(nn.Module):
+    """Calls its layer without hooks, as SqueezeBert does, and as torch does, which does not run what is compiled then.
+
+    Ranks hold rows of dims 0 and 1 of the weight together, so their part has another number of dims.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Conv1d(3, 5, 1), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.forward(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_call_of_forward_is_not_compiled(ctx: Any, checkpoint: bool, backend: str) -> None:
+    torch._dynamo.reset()
+    plain, model = Convolution(), Convolution()
+    model.layer = bmt_zero.Block(model.layer, use_checkpoint=checkpoint)
+    model.layer.compile(backend=backend)
+    before, x = compiled_graphs(), torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(ctx.rank))
+    model(x).sum().backward()
+    assert compiled_graphs() == before
+    for rank in range(ctx.world_size):
+        plain(torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=name)
+    model.layer(x)
+    assert compiled_graphs() > before
+
+
 @pytest.mark.ranks(4, timeout=180)
 @pytest.mark.parametrize("how", ["layers", "whole"])
 def test_replicas_of_a_sharded_model(ctx: Any, how: str, backend: str) -> None:

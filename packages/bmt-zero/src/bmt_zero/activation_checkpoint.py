@@ -82,9 +82,10 @@ class CheckpointedForward:
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._compiled or self._forward
         # One call for each group of the module; the innermost ones, if the module calls itself.
         calls = {c.hooks.group: c for c in self.group.step.calls if c.hooks.module is self.module}
+        # ``module.forward(x)``: hooks have not run, and parameters are sharded; torch does not compile such a call.
+        forward = self._forward if not calls else self._compiled or self._forward
         if not self.enabled or not calls or any(c.call is None for c in calls.values()):
             return forward(*args, **kwargs)
         if self._compiled is not None and isinstance(self.kept, KeptShare):
