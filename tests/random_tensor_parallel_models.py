@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from random_programs import freeze_some
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -241,11 +242,7 @@ class Model(nn.Module):
         if self.tied:
             self.head.out = nn.Linear(WIDTH, VOCAB, bias=False)
             self.head.out.weight = self.embedding.weight
-        for layer in self.layers:
-            if draw.random() < 0.15 and count > 1:
-                layer.requires_grad_(False)
-            elif draw.random() < 0.2:
-                next(layer.parameters()).requires_grad_(False)
+        freeze_some(self.layers, draw)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(ids)

@@ -23,11 +23,12 @@ class Experts(nn.Module):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        self.all = nn.Linear(WIDTH, WIDTH)
+        self.first, self.all = nn.Identity(), nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1) for _ in range(3)])
         self.skips = draw.random() < 0.3
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x)
         if self.chosen == 0 and self.skips:
             return x
         return self.all(x) + x @ self.experts[self.chosen]
@@ -57,10 +58,6 @@ class Model(nn.Module):
 
 
 class ShardedProgram(Program):
-    """``styles``: how the model may be sharded; gradients are averaged by all of them, or by none."""
-
-    styles = STYLES
-
     def make_plain(self) -> nn.Module:
         return Model(self.draw)
 
@@ -70,14 +67,12 @@ class ShardedProgram(Program):
         level = draw.choice([0, 1, 2, 3, 3])
         options: dict[str, Any] = {"use_checkpoint": draw.choice([False, False, True, 0.5, "matmuls"])}
         options["offload"] = draw.random() < 0.25
-        self.style = draw.choice(self.styles)
-        self.averages = self.style == "fully_shard"
-        self.styles = ["fully_shard"] if self.averages else [style for style in STYLES if style != "fully_shard"]
+        self.style = self.draw_style(STYLES, averaging=["fully_shard"])
         if self.style == "fully_shard":
             for layer in model.layers:
                 fully_shard(layer, reshard_after_forward=draw.choice([True, False]))
             return fully_shard(model)
-        if draw.random() < 0.2 and not self.ours:
+        if draw.random() < 0.2 and not self.single:
             options["precision"] = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float64)
             self.tolerance = 1e-4
         if self.style == "shard":

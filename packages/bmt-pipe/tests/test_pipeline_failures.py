@@ -110,6 +110,32 @@ def test_a_layer_fails(ctx: ParallelContext) -> None:
         check_failing_layers(ctx, count, interleave)
 
 
+class Choosing(Fragile):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList([nn.Parameter(random(n, WIDTH, WIDTH)) for n in range(2)])
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:  # type: ignore[override]
+        return super().forward(x) @ self.experts[chosen]
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_backward_fails_when_another_stage_is_done(ctx: ParallelContext, level: int) -> None:
+    """That stage forgets its gradients, also of parameters that only other replicas have used."""
+    twins = Twins(ctx, Choosing, 2, level=level)
+    x = hidden(ctx, 4)
+
+    def call(layers: nn.Module, x: Tensor) -> Tensor:
+        return layers(x, ctx.data_rank % 2)
+
+    total = call(twins.piped, x).sum()
+    with failing(ctx, ctx.rank if ctx.pipe.rank == 0 else -1, "backward", 0), pytest.raises((Boom, StageFailedError)):
+        total.backward()
+    twins.piped.zero_grad()
+    twins.check("after it", [x], call)
+
+
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
 def test_the_tail_fails(ctx: ParallelContext, schedule: str) -> None:

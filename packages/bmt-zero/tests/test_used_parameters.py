@@ -264,9 +264,11 @@ def stack(make_layer):
 @pytest.mark.ranks(2, 3, timeout=90)
 @every_level
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint, frozen):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), *stack(Conditional))
+    plain[2].requires_grad_(not frozen)
     model = copy.deepcopy(plain)
     for index in range(1, 4):
         model[index] = Block(model[index], use_checkpoint, level)

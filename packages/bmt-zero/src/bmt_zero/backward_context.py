@@ -278,14 +278,18 @@ class StepContext:
         try:
             yield
         except BaseException:
-            self.use.drop()
-            # Other ranks may not take part in these reductions, so this rank does not wait for them here.
-            self._abandoned.update(dict.fromkeys(self._reducing))
-            self._reducing = []
+            self.drop_gradients()
             raise
         finally:
             self._nested -= 1
         self.end_use()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that wait or are being reduced: backward has failed, here or on another stage."""
+        self.use.drop()
+        # Other ranks may not take part in these reductions, so this rank does not wait for them here.
+        self._abandoned.update(dict.fromkeys(self._reducing))
+        self._reducing = []
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

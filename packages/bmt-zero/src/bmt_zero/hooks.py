@@ -369,8 +369,8 @@ class ForwardHooks:
                     f"the output of {group.name}, a {type(output).__name__}, contains a parameter, which is released "
                     f"after the call; return a clone of it"
                 )
-        trains = call.call is not None and bool(group.communicators) and any(call.call.trainable)
-        if trains and any(call.is_of_other(tensor) for tensor in tensors):
+        # Other ranks may use parameters where this one uses none, and unshard them in backward, frozen ones, too.
+        if call.call is not None and group.communicators and any(call.is_of_other(tensor) for tensor in tensors):
             # An alias has a node of its own.
             call.call.returns_input = all(call.is_input(x) or not x.requires_grad for x in tensors)
             result = tree_map_only(Tensor, lambda x: x.view_as(x) if call.is_of_other(x) else x, result)
