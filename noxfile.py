@@ -259,8 +259,15 @@ def tests_alone(session: nox.Session) -> None:
     needs_environment(session)
     install(session, *OUR_NEEDS, *TEST_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
-    failed = []
     names = session.posargs or PACKAGES
+    failed = []
+
+    def run(title: str, *arguments: str) -> None:
+        try:
+            run_tests(session, title, *arguments)
+        except CommandFailed:
+            failed.append(title)
+
     for number, name in enumerate(names, 1):
         uninstall_ours(session)
         install_wheels(session, name)
@@ -273,17 +280,13 @@ def tests_alone(session: nox.Session) -> None:
             if name != "bmt-kernels":  # which has no tests of ranks
                 settings += SIZES
             title = f"[{number}/{len(names)}] {name}"
-            try:
-                if name in OVER_MESSAGES:
-                    if ALL_TESTS:
-                        run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
-                    install_wheels(session, "bmt-kernels")
-                if ALL_TESTS and name in BY_NCCLS_RULES:
-                    rules = ["--bmt-nccl-rules=lazy", *BY_NCCLS_RULES[name]]
-                    run_tests(session, f"{title} by NCCL's rules", *settings, *rules)
-                run_tests(session, title, *settings, "tests")
-            except CommandFailed:
-                failed.append(name)
+            if name in OVER_MESSAGES:
+                if ALL_TESTS:
+                    run(f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
+                install_wheels(session, "bmt-kernels")
+            run(title, *settings, "tests")
+            if ALL_TESTS and name in BY_NCCLS_RULES:
+                run(f"{title} by NCCL's rules", *settings, "--bmt-nccl-rules=lazy", *BY_NCCLS_RULES[name])
     if failed:
         session.error(f"tests fail in {', '.join(failed)}")
 

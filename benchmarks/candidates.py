@@ -68,8 +68,10 @@ def candidates(systems: Sequence[str], transports: Sequence[str] = (GLOO, SHARED
 
 def candidate(name: str) -> str:
     """A name, from the command line."""
-    systems = rf"{PLAIN}|DDP|FSDP2|DeepSpeed ZeRO-[0-3]|bmtrain ZeRO-[0-3]( (int8|float8|accumulating|deterministic))?"
-    if not re.fullmatch(f"({systems})( over ({GLOO}|{SHARED}))?", name):
+    ours = "bmtrain ZeRO-[0-3]( (int8|float8|accumulating|deterministic))?"
+    if not re.fullmatch(
+        f"{PLAIN}|DeepSpeed ZeRO-[0-3]( over {GLOO})?|(DDP|FSDP2|{ours})( over ({GLOO}|{SHARED}))?", name
+    ):
         raise argparse.ArgumentTypeError(f"{name!r} is none: see the beginning of benchmarks/candidates.py")
     return name
 

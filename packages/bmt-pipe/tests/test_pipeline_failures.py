@@ -121,7 +121,8 @@ class Choosing(Fragile):
 
 @pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_backward_fails_when_another_stage_is_done(ctx: ParallelContext, level: int) -> None:
+@pytest.mark.parametrize("place", ["another stage", "before the pipeline"])
+def test_backward_fails_when_a_stage_is_done(ctx: ParallelContext, level: int, place: str) -> None:
     """That stage forgets its gradients, also of parameters that only other replicas have used."""
     twins = Twins(ctx, Choosing, 2, level=level)
     x = hidden(ctx, 4)
@@ -129,8 +130,17 @@ def test_backward_fails_when_another_stage_is_done(ctx: ParallelContext, level: 
     def call(layers: nn.Module, x: Tensor) -> Tensor:
         return layers(x, ctx.data_rank % 2)
 
-    total = call(twins.piped, x).sum()
-    with failing(ctx, ctx.rank if ctx.pipe.rank == 0 else -1, "backward", 0), pytest.raises((Boom, StageFailedError)):
+    def boom(_: Tensor) -> None:
+        raise Boom("in a hook")
+
+    given = x.clone()
+    if place == "another stage":
+        failure = failing(ctx, ctx.rank if ctx.pipe.rank == 0 else -1, "backward", 0)
+    else:
+        failure = contextlib.nullcontext()
+        given.register_hook(boom)
+    total = call(twins.piped, given).sum()
+    with failure, pytest.raises((Boom, StageFailedError)):
         total.backward()
     twins.piped.zero_grad()
     twins.check("after it", [x], call)

@@ -330,17 +330,20 @@ def test_the_first_operation_may_write_to_the_input(ctx, options):
 
 @pytest.mark.ranks(2)
 @every_option
-def test_a_parameter_in_the_output_stays_readable(ctx, options):
+@pytest.mark.parametrize("kind", ["tuple", "dataclass"])
+def test_a_parameter_in_the_output_stays_readable(ctx, options, kind):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(5, 5))
 
         def forward(self, x):
-            return x @ self.weight, {"weight": self.weight.t()}
+            output = x @ self.weight, {"weight": self.weight.t()}
+            return Output(*output) if kind == "dataclass" else output
 
     def call(module, x):
-        y, out = module(x)
+        output = module(x)
+        y, out = (output.hidden, output.extra) if kind == "dataclass" else output
         return (y.tanh() @ out["weight"]).square().sum()
 
     compare(ctx, *pair(Tied, **options), call)
@@ -354,7 +357,7 @@ def test_a_parameter_hidden_in_an_output_object_is_refused(ctx):
             self.weight = nn.Parameter(torch.randn(5, 5))
 
         def forward(self, x):
-            return Output(x @ self.weight, {"w": self.weight})
+            return types.SimpleNamespace(hidden=x @ self.weight, extra={"w": self.weight})
 
     with pytest.raises(ValueError, match="contains a parameter"):
         Block(Hidden(), False, 3)(seeded(0, 3, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -236,15 +237,24 @@ def test_gradients_that_were_dropped_are_zeros_on_all_ranks(ctx, level):
     verify_replicas(block)
 
 
+@dataclass(frozen=True)
+class Output:
+    hidden: torch.Tensor
+
+
 class Conditional(nn.Module):
     """Does something else on each rank: computes, returns its input, scales it, or uses a frozen expert."""
 
-    def __init__(self):
+    def __init__(self, kind_of_output=None):
         super().__init__()
+        self.kind_of_output = kind_of_output or (lambda x: x)
         self.experts = nn.ParameterList([nn.Parameter(torch.randn(5, 5), requires_grad=n > 0) for n in range(2)])
         self.inner = nn.Linear(5, 5)
 
     def forward(self, x, kind):
+        return self.kind_of_output(self.compute(x, kind))
+
+    def compute(self, x, kind):
         if kind == "returns":
             return x
         if kind == "scales":
@@ -265,9 +275,10 @@ def stack(make_layer):
 @every_level
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint, frozen):
+@pytest.mark.parametrize("kind_of_output", [None, Output])
+def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint, frozen, kind_of_output):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 5), *stack(Conditional))
+    plain = nn.Sequential(nn.Linear(5, 5), *stack(lambda: Conditional(kind_of_output)))
     plain[2].requires_grad_(not frozen)
     model = copy.deepcopy(plain)
     for index in range(1, 4):
@@ -278,6 +289,7 @@ def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint, f
         x = model[0](seeded(10 * step + rank, 3, 5))
         for index in range(3):
             x = model[index + 1](x, KINDS[(rank + (step >> index) * (index + 1)) % 4])
+            x = (x.hidden if kind_of_output else x).mul_(0.9)  # perhaps in the place of the layer's input
         return x.square().sum()
 
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]

@@ -278,18 +278,14 @@ class StepContext:
         try:
             yield
         except BaseException:
-            self.drop_gradients()
+            self.use.drop()
+            # Other ranks may not take part in these reductions, so this rank does not wait for them here.
+            self._abandoned.update(dict.fromkeys(self._reducing))
+            self._reducing = []
             raise
         finally:
             self._nested -= 1
         self.end_use()
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that wait or are being reduced: backward has failed, here or on another stage."""
-        self.use.drop()
-        # Other ranks may not take part in these reductions, so this rank does not wait for them here.
-        self._abandoned.update(dict.fromkeys(self._reducing))
-        self._reducing = []
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -395,17 +391,17 @@ class StepContext:
             return
         while self._abandoned:
             self._abandoned.popitem()[0].drop_pass()
-        if not self._passes:
-            return
-        ended = [task for task in self._passes if task not in _hidden.passes]
-        groups = [group for task in ended for group in self._passes.pop(task).groups]
-        reducers = {reducer for group in groups for reducer in group.reducers}
-        self._reducing = [r for r in self._reducing if r not in reducers]
-        self._adding = {r: None for r in self._adding if r not in reducers}
-        self.use.forget(reducers)
-        self._unused = [call for call in self._unused if call.group not in groups]
-        for group in groups:
-            group.abandon_backward()
+        if ended := [task for task in self._passes if task not in _hidden.passes]:
+            groups = [group for task in ended for group in self._passes.pop(task).groups]
+            reducers = {reducer for group in groups for reducer in group.reducers}
+            self._reducing = [r for r in self._reducing if r not in reducers]
+            self._adding = {r: None for r in self._adding if r not in reducers}
+            self.use.forget(reducers)
+            self._unused = [call for call in self._unused if call.group not in groups]
+            for group in groups:
+                group.abandon_backward()
+        if not (self._passes or self._nested):
+            self.use.drop()  # of a pipeline, whose pass is over: it has failed elsewhere, on another stage for example
 
 
 class _Pass:

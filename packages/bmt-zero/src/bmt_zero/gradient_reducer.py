@@ -223,10 +223,6 @@ class GradientReducer:
         self.targets.drop()
         self._written, self._tree = (None, []), 0
         self.drop_undecided()
-        if not self._has_waiting:
-            self._waited = set()
-            self.gradients.end_watch()
-            self.gradients.remove_placeholders(range(len(self.flat.params)))
 
     def drop(self) -> None:
         """Forget what an interrupted backward has left, and all waiting gradients."""
@@ -280,6 +276,9 @@ class GradientReducer:
         self.undecided = []
         if not self._has_waiting:
             self.take_used_here()
+            self._waited = set()
+            self.gradients.end_watch()
+            self.gradients.remove_placeholders(range(len(self.flat.params)))
 
     def awaits_others(self, used_here: Sequence[bool]) -> bool:
         """Whether a gradient waits to learn if other ranks have used its parameter."""

@@ -96,11 +96,11 @@ class GradientTarget:
 
     Args:
         targets: of the flat parameter; opens and closes this one.
-        accumulates: the node that runs only in backward passes that reduce gradients.
+        anchor_node: runs only in backward passes that reduce gradients.
     """
 
-    def __init__(self, targets: GradientTargets, accumulates: Any) -> None:
-        self._targets, self._accumulates = targets, accumulates
+    def __init__(self, targets: GradientTargets, anchor_node: Any) -> None:
+        self._targets, self._anchor_node = targets, anchor_node
         self._total: Tensor | None = None  # from when an operation writes until the reduction takes it
         self._views: list[Tensor] = []
         self._adds = False
@@ -120,7 +120,7 @@ class GradientTarget:
 
     def place(self, index: int) -> Place | None:
         """Where to compute a gradient of parameter ``index``; None: return it to autograd as usual."""
-        if index in self._others or not torch._C._will_engine_execute_node(self._accumulates):
+        if index in self._others or not torch._C._will_engine_execute_node(self._anchor_node):
             return None
         task = torch._C._current_graph_task_id()
         if self._total is not None and task != self._task:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import sys
@@ -33,7 +32,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map, tree_map_only
 
 from bmt_comm import not_compiled, note_place
 
@@ -41,7 +39,7 @@ from .backward_context import BackwardPart, current_backward
 from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
 from .kept_results import uncounted
-from .outputs import find_tensors
+from .outputs import find_tensors, map_tensors, passed_on
 from .parameter_group import ParameterGroup
 from .readable_parameters import Reads
 from .registrations import registrations
@@ -180,7 +178,7 @@ class Call:
         group.step.reduce_unused(self.order)
         self._awaits_params = False
         self._end_if_complete()
-        if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
+        if torch._C._will_engine_execute_node(group.anchor_node):  # not in torch.autograd.grad(loss, inputs)
             self.has_reduced = True
             group.reduce_call(self.trainable, grads, self._targets, self.has_others)
         group.reshard_in_backward()
@@ -360,7 +358,7 @@ class ForwardHooks:
             return result if result is not output else None
         tensors = find_tensors(result)
         if any(self._is_parameter(tensor) for tensor in tensors):
-            result = tree_map_only(Tensor, lambda x: x.clone() if self._is_parameter(x) else x, result)
+            result = map_tensors(lambda x: x.clone() if self._is_parameter(x) else x, result)
             tensors = find_tensors(result)
             if any(self._is_parameter(tensor) for tensor in tensors):
                 call.abandon()
@@ -371,9 +369,8 @@ class ForwardHooks:
                 )
         # Other ranks may use parameters where this one uses none, and unshard them in backward, frozen ones, too.
         if call.call is not None and group.communicators and any(call.is_of_other(tensor) for tensor in tensors):
-            # An alias has a node of its own.
             call.call.returns_input = all(call.is_input(x) or not x.requires_grad for x in tensors)
-            result = tree_map_only(Tensor, lambda x: x.view_as(x) if call.is_of_other(x) else x, result)
+            result = map_tensors(lambda x: passed_on(x) if call.is_of_other(x) else x, result)
             tensors = find_tensors(result)
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
         if call.call is not None:
@@ -502,17 +499,5 @@ def link(hooks: Sequence[ForwardHooks]) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors, also those in containers and dataclasses, in ``dtype``."""
-
-    def cast_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        twin = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            if hasattr(leaf, field.name):
-                object.__setattr__(twin, field.name, _cast(getattr(leaf, field.name), dtype))
-        return twin
-
-    return tree_map(cast_leaf, value)
+    """``value`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)

@@ -1,15 +1,15 @@
-"""Find the tensors in a module's inputs and outputs."""
+"""Find and replace the tensors in a module's inputs and outputs."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, torch.nn.Module)
 _ITERATORS: Any = (type(iter([])), type(iter(())))
@@ -34,6 +34,52 @@ def find_tensors(value: Any, in_objects: bool = True) -> list[Tensor]:
                 seen.add(id(leaf))
                 waiting.append(leaf)
     return tensors
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with the results of a function in place of the tensors in nested containers and dataclasses.
+
+    The containers and dataclasses are new ones.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            if hasattr(leaf, field.name):
+                object.__setattr__(twin, field.name, map_tensors(function, getattr(leaf, field.name)))
+        return twin
+
+    return tree_map(of_leaf, value)
+
+
+class _Pass(torch.autograd.Function):
+    """x → x, the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def passed_on(tensor: Tensor) -> Tensor:
+    """A differentiable tensor that a module returns as it was given, with a new node in front of its own.
+
+    It is the same tensor: what is written to it later comes after the new node. Leaves and views get an alias instead,
+    and a write to an alias of a view would leave the node out.
+    """
+    if tensor.is_leaf or tensor._is_view():
+        return tensor.view_as(tensor)
+    with torch.autograd._unsafe_preserve_version_counter(tensor):  # the values are the same
+        passed: Tensor = _Pass.apply(tensor)
+    return passed
 
 
 def _contents(value: Any) -> list[Any]:

@@ -86,22 +86,21 @@ class GroupHandle:
         in_backward = not stored and self.is_unsharded_in_backward
         if not in_backward:
             self.begin_unsharding_one()
-        if not (torch.is_grad_enabled() and param.requires_grad):
+
+        def values(stored: bool) -> Tensor:
             if in_backward:
                 return flat.views()[self.index]
-            stored = flat.allocate and (stored or not self.is_computed_with)
             return flat.unshard_stored(self.index) if stored else flat.unshard_one(self.index)
+
+        if not (torch.is_grad_enabled() and param.requires_grad):
+            return values(flat.allocate and (stored or not self.is_computed_with))
         casts = stored and flat.casts
         version, cached = self.group.unsharded_alone.get(self, (-1, None))
         before = None if cached is None or casts or version != param._version else cached()
         if before is not None:
             return before  # a tied weight is used twice and unsharded once
-        if in_backward:
-            values = flat.views()[self.index]
-        else:
-            values = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
-        [unsharded] = self.group.enter(self, [values])
+        [unsharded] = self.group.enter(self, [values(casts)])
         if self.group.step.splits_backward:
             unsharded = unsharded.view_as(unsharded)  # the view's node keeps that of Enter, which torch 2.8 would drop
         if not casts and not in_backward:  # whose storage is released when the group is resharded
@@ -228,7 +227,7 @@ class ParameterGroup:
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
-        self.anchor, self.accumulates = leaf_on(context.device)
+        self.anchor, self.anchor_node = leaf_on(context.device)
         self._anchor_of_all, _ = step.anchor_on(context.device)
         self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
@@ -296,7 +295,7 @@ class ParameterGroup:
             if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
                 target = targets.get(reducer)
                 if target is None:
-                    target = targets[reducer] = GradientTarget(reducer.targets, self.accumulates)
+                    target = targets[reducer] = GradientTarget(reducer.targets, self.anchor_node)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 
