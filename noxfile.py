@@ -94,7 +94,7 @@ NOT_ON_OLDEST = {
         "--ignore=tests/test_dtensor_state.py",
     ],
 }
-TWO_AT_A_TIME = ["-n", "2", "--dist", "worksteal"]  # while ranks of one test wait, those of another compute
+AT_ONCE = ["-n", "3", "--dist", "worksteal"]  # tests: while ranks of one wait, those of others compute
 ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
 # Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes more where a test
 # would miss one of its numbers. The session all_ranks takes all pairs. What CI has no time for, the session long takes.
@@ -276,7 +276,7 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copytree(ROOT / "packages" / name / "tests", folder / "tests")
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
-            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *TWO_AT_A_TIME]
+            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *AT_ONCE]
             if name != "bmt-kernels":  # which has no tests of ranks
                 settings += SIZES
             title = f"[{number}/{len(names)}] {name}"
@@ -300,7 +300,7 @@ def tests_across(session: nox.Session) -> None:
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
-    run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *SIZES, *(session.posargs or ["tests"]))
+    run_tests(session, "tests of packages together", *AT_ONCE, *SIZES, *(session.posargs or ["tests"]))
     with step(session, "links and examples of the documentation", "1 to 2 minutes"):
         session.run("python", ".ci/check_docs.py", env=ONE_THREAD)
 
@@ -381,7 +381,7 @@ def all_ranks(session: nox.Session) -> None:
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     folders = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
-    run_tests(session, "all numbers of ranks", *TWO_AT_A_TIME, "-m", "ranks and not long", *folders)
+    run_tests(session, "all numbers of ranks", *AT_ONCE, "-m", "ranks and not long", *folders)
 
 
 @nox.session(default=False, python="3.10")
@@ -394,7 +394,7 @@ def oldest(session: nox.Session) -> None:
     install_build_tools(session)
     paths = [f"packages/{name}" for name in PACKAGES]
     session.install("--no-build-isolation", "--no-deps", "--force-reinstall", *paths, env={"BMT_CUDA": "OFF"})
-    options = [*TWO_AT_A_TIME, *SIZES, "tests"]
+    options = [*AT_ONCE, *SIZES, "tests"]
     run_in_packages(session, [(name, name, [*options, *NOT_ON_OLDEST.get(name, [])]) for name in PACKAGES])
 
 
@@ -429,7 +429,7 @@ def nccl_rules(session: nox.Session) -> None:
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
-    arguments = {name: [*TWO_AT_A_TIME, "tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}
+    arguments = {name: [*AT_ONCE, "tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}
     run_in_packages(
         session,
         [
@@ -467,7 +467,7 @@ def cuda_on_host(session: nox.Session) -> None:
 
     Arguments go to pytest. BMT_CUDA_SEED repeats the order in which a test has failed.
     """
-    chosen = ["-k", "cuda_on_host or cuda-on-host", *TWO_AT_A_TIME]
+    chosen = ["-k", "cuda_on_host or cuda-on-host", *AT_ONCE]
     run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, "packages/bmt-kernels/tests", *chosen, *session.posargs)
 
 
