@@ -268,6 +268,8 @@ class Run:
         if failed:
             self.plan.learned = False  # what layers return may have changed: the forms are sent again
             self._release()
+            if self._pass.backward:
+                self._step.use.drop()  # of this stage, which may be done
             try:
                 raise_first(self.context, problem)
             except BaseException as error:

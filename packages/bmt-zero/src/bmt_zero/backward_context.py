@@ -104,6 +104,7 @@ class StepContext:
         self._read: dict[Communicator, None] = {}  # this rank computes with memory that their ranks share
         self._meetings: list[Work] = []  # barriers of passes that an exception has ended on this rank
         self._nested = self._deferred = 0
+        self._finishing = False
         self._built: dict[tuple[Communicator, ...], int] = {}
         self.splits_backward = False
         self.split_calls: list[Any] = []
@@ -225,6 +226,13 @@ class StepContext:
     def _finish(self, task: int) -> None:
         if task not in self._passes:
             raise RuntimeError("a module of this model was called in another thread while backward ran")
+        self._finishing = True  # this thread decides about gradients that wait
+        try:
+            self._finish_pass(task)
+        finally:
+            self._finishing = False
+
+    def _finish_pass(self, task: int) -> None:
         stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -400,8 +408,8 @@ class StepContext:
             self._unused = [call for call in self._unused if call.group not in groups]
             for group in groups:
                 group.abandon_backward()
-        if not (self._passes or self._nested):
-            self.use.drop()  # of a pipeline, whose pass is over: it has failed elsewhere, on another stage for example
+        if not (self._passes or self._nested or self._finishing):
+            self.use.drop()  # of a pipeline whose pass is over, while the pass that it was part of has failed
 
 
 class _Pass:

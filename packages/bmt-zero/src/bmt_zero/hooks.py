@@ -39,7 +39,7 @@ from .backward_context import BackwardPart, current_backward
 from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
 from .kept_results import uncounted
-from .outputs import find_tensors, map_tensors, passed_on
+from .outputs import find_tensors, map_tensors
 from .parameter_group import ParameterGroup
 from .readable_parameters import Reads
 from .registrations import registrations
@@ -370,7 +370,8 @@ class ForwardHooks:
         # Other ranks may use parameters where this one uses none, and unshard them in backward, frozen ones, too.
         if call.call is not None and group.communicators and any(call.is_of_other(tensor) for tensor in tensors):
             call.call.returns_input = all(call.is_input(x) or not x.requires_grad for x in tensors)
-            result = map_tensors(lambda x: passed_on(x) if call.is_of_other(x) else x, result)
+            # An alias has a node of its own. A write to it would leave that node out.
+            result = map_tensors(lambda x: x.view_as(x) if call.is_of_other(x) else x, result)
             tensors = find_tensors(result)
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
         if call.call is not None:

@@ -56,32 +56,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return tree_map(of_leaf, value)
 
 
-class _Pass(torch.autograd.Function):
-    """x → x, the same tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def passed_on(tensor: Tensor) -> Tensor:
-    """A differentiable tensor that a module returns as it was given, with a new node in front of its own.
-
-    It is the same tensor: what is written to it later comes after the new node. Leaves and views get an alias instead,
-    and a write to an alias of a view would leave the node out.
-    """
-    if tensor.is_leaf or tensor._is_view():
-        return tensor.view_as(tensor)
-    with torch.autograd._unsafe_preserve_version_counter(tensor):  # the values are the same
-        passed: Tensor = _Pass.apply(tensor)
-    return passed
-
-
 def _contents(value: Any) -> list[Any]:
     if isinstance(value, Mapping):  # a dict of a class that torch does not know
         return list(value.values())
