@@ -274,8 +274,7 @@ def stack(make_layer):
 @pytest.mark.ranks(2, 3, timeout=90)
 @every_level
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind_of_output", [None, Output])
+@pytest.mark.parametrize(("frozen", "kind_of_output"), [(False, None), (True, Output)])
 def test_a_layer_of_which_a_rank_uses_no_parameter(ctx, level, use_checkpoint, frozen, kind_of_output):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), *stack(lambda: Conditional(kind_of_output)))
