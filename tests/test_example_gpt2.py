@@ -789,21 +789,6 @@ def run_here(folder, run, *flags):
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
-def test_a_run_that_goes_on_with_another_optimizer_or_dtype_is_told_which_flag_differs(single):
-    folder, _ = single
-    os.chdir(folder)
-    for flags, message in (
-        (["--optimizer", "muon"], "saved with AdamOptimizer, and this run has Muon and AdamOptimizer"),
-        (["--dtype", "bf16"], "different model: dtype fp32 there and bf16 here"),
-    ):
-        bmt.init_distributed(device="cpu")
-        trainer = Trainer(parse_flags([*FLAGS, *SHORT, "--batch-size", "2", *flags]))
-        with pytest.raises(UsageError, match=message):
-            trainer.resume(bmt.Checkpointer("runs/single/checkpoints", readonly=True))
-        bmt.shutdown()
-
-
-@pytest.mark.ranks(2, init=False, timeout=120)
 @pytest.mark.parametrize("always", [False, True])
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(single, tmp_path, always):
     folder, _ = single
@@ -896,7 +881,7 @@ def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(
     run_here(folder, optimizer, *flags, "--batch-size", "2", "--resume")
     assert losses(folder, optimizer) == expected
     other = "lamb" if optimizer == "muon" else "muon"
-    with pytest.raises(UsageError, match=r"cannot go on: .* does not fit"):
+    with pytest.raises(UsageError, match="the checkpoint was saved with .*, and this run has .*; pass the same"):
         run_here(folder, optimizer, "--optimizer", other, "--batch-size", "2", "--resume")
     bmt.shutdown()
 
