@@ -881,7 +881,7 @@ def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(
     run_here(folder, optimizer, *flags, "--batch-size", "2", "--resume")
     assert losses(folder, optimizer) == expected
     other = "lamb" if optimizer == "muon" else "muon"
-    with pytest.raises(UsageError, match="the checkpoint was saved with .*, and this run has .*; pass the same"):
+    with pytest.raises(UsageError, match=r"the checkpoint was saved with .*, and this run has .*; pass the same"):
         run_here(folder, optimizer, "--optimizer", other, "--batch-size", "2", "--resume")
     bmt.shutdown()
 
