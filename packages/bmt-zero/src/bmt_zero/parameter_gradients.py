@@ -53,7 +53,7 @@ class ParameterGradients:
         The parameters' hooks run here, because autograd does not reach the parameters.
         """
         grads, added, hooked = [], [], []
-        are_parts = self._has_others or is_stage_local(self._flat.params[0])  # then all are
+        are_parts = self._has_others or is_stage_local(self._flat.params[0])  # at least some
         for index, (param, new) in enumerate(zip(self._flat.params, rows, strict=True)):
             if new is None:
                 continue
