@@ -68,7 +68,8 @@ def candidates(systems: Sequence[str], transports: Sequence[str] = (GLOO, SHARED
 
 def candidate(name: str) -> str:
     """A name, from the command line."""
-    ours = "bmtrain ZeRO-[0-3]( (int8|float8|accumulating|deterministic))?"
+    variants = "|".join([*get_args(Kind), "accumulating", "deterministic"])
+    ours = f"bmtrain ZeRO-[0-3]( ({variants}))?"
     if not re.fullmatch(
         f"{PLAIN}|DeepSpeed ZeRO-[0-3]( over {GLOO})?|(DDP|FSDP2|{ours})( over ({GLOO}|{SHARED}))?", name
     ):
