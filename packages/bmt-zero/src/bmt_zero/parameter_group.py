@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,10 @@ class Enter(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+# ``Enter.apply`` does more for transforms of torch.func, within which nothing is unsharded.
+_apply: Any = super(torch.autograd.Function, Enter).apply  # type: ignore[misc]
+
+
 @dataclass
 class Slot:
     """Where a module has a parameter: ``module.name`` is parameter ``index`` of the group.
@@ -273,7 +277,7 @@ class ParameterGroup:
         anchors = [self.anchor]
         if not self.step.splits_backward:  # which takes groups apart by what is behind their nodes
             anchors.append(self._anchor_of_all)
-        entered: tuple[Tensor, ...] = Enter.apply(receiver, tensors, *anchors)
+        entered: tuple[Tensor, ...] = _apply(receiver, tensors, *anchors)
         return entered
 
     def views(self) -> list[Tensor]:
@@ -318,11 +322,6 @@ class ParameterGroup:
 
         ``refresh``: whether parameters may have been moved, frozen or unfrozen since the last forward.
         """
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{self.name} cannot be unsharded inside of transforms of torch.func (jvp, vmap, grad): apply them "
-                f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
-            )
         try:
             if refresh or self.label == -1:
                 self.refresh(self.reducers)
@@ -488,7 +487,8 @@ class ParameterGroup:
         """Start to reduce gradients: for each reducer, one for each of its parameters, and a target or None."""
         self.step.enter(self)
         needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
-        with torch.no_grad():  # for create_graph=True
+        # Backward runs without gradient mode but for create_graph=True, and ``no_grad`` takes time.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self.step.reduce(work, needed)
 
     def add_reduced(self, reducer: GradientReducer, gradient: ReducedGradient) -> None:

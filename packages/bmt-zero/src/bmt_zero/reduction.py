@@ -135,7 +135,8 @@ class Reduction:
             self._reduced.mul_(self._scale)
         if hook is not None:
             hook(self._reduced)
-        self._reduced = self._reduced.to(flat.shard.dtype)
+        if self._reduced.dtype != flat.shard.dtype:
+            self._reduced = self._reduced.to(flat.shard.dtype)
 
     def _offload(self) -> None:
         """Copy the reduced gradient to where the shard is."""
