@@ -394,7 +394,10 @@ import bmtrain as bmt
 
 bmt.init_distributed()
 layers = bmt.TransformerBlockList([bmt.Block(nn.Linear(4, 4), use_checkpoint=False) for _ in range(3)])
-model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Embedding(9, 4), layers))
+with torch.device("meta"):
+    embedding = bmt.nn.VPEmbedding(9, 4, dtype=torch.float32)
+bmt.init_parameters(embedding)
+model = bmt.BMTrainModelWrapper(nn.Sequential(embedding, layers))
 weights, biases = ([p for p in model.parameters() if len(p.bmt_slice.shape) == dims] for dims in (2, 1))
 groups = [{"params": weights}, {"params": biases, "use_muon": False}]
 checkpointer = bmt.Checkpointer(sys.argv[1])

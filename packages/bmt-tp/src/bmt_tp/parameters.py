@@ -214,8 +214,9 @@ def make_parameter(
     data: Tensor = torch.empty(shape, dtype=dtype)
     if not data.is_floating_point():
         raise TypeError(f"dtype={dtype} cannot be trained; choose a floating-point dtype")
-    with torch.no_grad():
-        init(data, *args, **kwargs)
+    if not data.is_meta:  # where torch would import its compiler for ``normal_``
+        with torch.no_grad():
+            init(data, *args, **kwargs)
     where = None if tp_dim is None or comm is None else rank_slice(shape, tp_dim, comm, tp_blocks)
     if where is not None:
         data = tp_shard_of(data, where).clone(memory_format=torch.contiguous_format)
