@@ -220,7 +220,7 @@ def wheels(session: nox.Session) -> None:
 @nox.session(default=False, tags=["ci"])
 @summarized
 def cuda_build(session: nox.Session) -> None:
-    """Compile the CUDA kernels for one architecture, where nvcc is found; this needs no GPU."""
+    """Compile the CUDA kernels for one architecture, where nvcc is found, and look at the result; needs no GPU."""
     needs_environment(session)
     if not shutil.which("nvcc"):
         session.skip("nvcc is not on PATH")
@@ -234,6 +234,7 @@ def cuda_build(session: nox.Session) -> None:
         "BMT_CUDA": "ON",
         "BMT_CUDA_ARCHITECTURES": os.environ.get("BMT_CUDA_ARCHITECTURES", "90-real"),
         "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_CUDA_FLAGS": "--keep",  # the PTX
         "Python_EXECUTABLE": python,
         "pybind11_DIR": pybind11,
     }
@@ -241,6 +242,7 @@ def cuda_build(session: nox.Session) -> None:
     with step(session, "compiling the CUDA kernels for one architecture", "40 s on two cores"):
         session.run("cmake", "-S", "packages/bmt-kernels", "-B", str(folder), *definitions, external=True)
         session.run("cmake", "--build", str(folder), "--target", "_cuda", "--parallel", external=True)
+    session.run("python", ".ci/check_ptx.py", str(folder))
     # It loads without a GPU and without a driver.
     load = "import _cuda; print('CUDA', _cuda.CUDA_VERSION, 'for', _cuda.ARCHITECTURES)"
     session.run("python", "-c", load, env={"PYTHONPATH": str(folder)})

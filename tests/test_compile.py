@@ -242,7 +242,7 @@ def test_a_call_of_forward_is_not_compiled(ctx: Any, checkpoint: bool, backend: 
 
 
 @pytest.mark.ranks(4, timeout=180)
-@pytest.mark.parametrize("how", ["layers", "whole"])
+@pytest.mark.parametrize("how", ["layers", pytest.param("whole", marks=pytest.mark.long)])
 def test_replicas_of_a_sharded_model(ctx: Any, how: str, backend: str) -> None:
     torch._dynamo.reset()
     groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
@@ -262,7 +262,7 @@ def test_replicas_of_a_sharded_model(ctx: Any, how: str, backend: str) -> None:
 
 
 @pytest.mark.ranks(2, tp_size=2, timeout=180)
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.long) for level in (0, 2)), 1, 3])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_layers_that_tensor_parallel_ranks_compute(ctx: Any, checkpoint: bool, level: int, backend: str) -> None:
     torch._dynamo.reset()
@@ -353,7 +353,7 @@ def test_a_share_of_compiled_layers_that_drop_at_random_is_refused(ctx: Any, bac
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_compiled_autograd_is_refused(ctx: Any, level: int, backend: str) -> None:
     from torch._dynamo import compiled_autograd
 

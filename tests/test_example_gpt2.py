@@ -690,9 +690,8 @@ def kill_all(process, children):
         os.kill(rank, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGUSR1, signal.SIGINT))]
-)
+@pytest.mark.long  # CI sends a signal to one of two ranks: test_signals
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     write_text(tmp_path)
     flags = ["--steps", "1000000", "--save-interval", "0", "--eval-interval", "3", "--schedule", "constant"]
@@ -894,7 +893,7 @@ def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("schedule", [long("1f1b"), "zero_bubble_h1"])
 def test_losses_do_not_depend_on_the_schedule_of_a_pipeline(single, schedule):
     folder, expected = single
     flags = ["--pipe", "2", "--micro-batches", "4", "--pipe-schedule", schedule, "--batch-size", "2"]

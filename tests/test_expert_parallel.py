@@ -99,9 +99,15 @@ def check(model: Any, plain: PreTrainedModel, start: dict[str, Tensor], toleranc
 
 @pytest.mark.ranks(4, tp_size=2, timeout=120)
 @pytest.mark.parametrize(
-    "kind", ["mixtral", "mixtral in sequence", "qwen3", "qwen3 in sequence", "gpt_oss", "deepseek"]
+    ("kind", "use_checkpoint"),
+    [
+        pytest.param(kind, use_checkpoint, marks=[pytest.mark.long] if use_checkpoint == number % 2 else [])
+        for number, kind in enumerate(
+            ["mixtral", "mixtral in sequence", "qwen3 in sequence", "qwen3", "gpt_oss", "deepseek"]
+        )
+        for use_checkpoint in (True, False)  # CI takes them by turns
+    ],
 )
-@pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_trains_as_the_plain_model_does(ctx: Any, kind: str, use_checkpoint: bool) -> None:
     plain, model = build(kind), build(kind)
     start = copy.deepcopy(plain.state_dict())
