@@ -37,10 +37,11 @@ def main(folder: Path) -> int:
         print(f"the kernels are not there: {sorted(arguments)}")
         return 1
     dropped = {kernel: sorted(names - read[kernel]) for kernel, names in arguments.items() if names != read[kernel]}
-    print(
-        f"arguments that no instance of a kernel reads: {dropped}" if dropped else f"{len(arguments)} kernels are fine"
-    )
-    return bool(dropped)
+    if dropped:
+        print(f"arguments that no instance of a kernel reads: {dropped}")
+        return 1
+    print(f"{len(arguments)} kernels are fine")
+    return 0
 
 
 if __name__ == "__main__":

@@ -140,8 +140,13 @@ def test_a_process_that_leaves_without_waiting_has_its_checkpoint(tmp_path: Path
     verify(tmp_path / "c" / "step-00000001")
 
 
-@pytest.mark.parametrize("way", ["end", "shutdown"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *(("end", 2), ("shutdown", 1)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("end", 1), ("shutdown", 2))),
+    ],
+)
 def test_a_process_that_loses_its_last_checkpoint_says_so_and_ends_with_an_error(
     tmp_path: Path, way: str, ranks: int
 ) -> None:
