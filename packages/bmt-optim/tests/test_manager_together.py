@@ -11,7 +11,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bmt_comm import slice_of
-from bmt_optim import AdamOptimizer, Lamb, Muon, OptimManager, TorchAdafactor, gradients, save_optimizer
+from bmt_optim import (
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    AdamW,
+    Lamb,
+    Muon,
+    OptimManager,
+    TorchAdafactor,
+    gradients,
+    save_optimizer,
+)
 from bmt_optim.distributed import steps_with_others
 from bmt_optim.lr_scheduler import Linear
 from bmt_optim.slices import shard_of
@@ -189,6 +199,44 @@ def test_hooks_and_steps_of_subclasses_are_not_passed_by(ctx, kind):
     handle = register_optimizer_step_pre_hook(hook)
     assert steps_with_others(optimizers[0])
     handle.remove()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("base", [AdamW, AdamOptimizer, functools.partial(AdamOffloadOptimizer, compute="device")])
+@pytest.mark.parametrize("mixed_in", [False, True])
+def test_a_subclass_with_a_rule_of_its_own_is_not_stepped_in_an_overflow(ctx, base, mixed_in):
+    kind, options = getattr(base, "func", base), getattr(base, "keywords", {})
+
+    class Rule:
+        def rule(self, batch):
+            yield []
+            for indices, weights in batch.writable():
+                for i, weight in zip(indices, weights):
+                    weight.sub_(batch.fp32_grad(i), alpha=batch.options["lr"])
+
+    class Plain(*([Rule, kind] if mixed_in else [kind])):
+        if not mixed_in:
+            rule = Rule.rule
+
+    class Heeds(Plain):
+        takes_found_inf = True
+        sums_over_ranks = False
+
+    class Below(Heeds):
+        pass
+
+    assert (kind.takes_found_inf, Plain.takes_found_inf, Below.takes_found_inf) == (True, False, True)
+    assert (kind.sums_over_ranks, Plain.sums_over_ranks, Below.sums_over_ranks) == (False, True, False)
+    assert not Plain.keeps_copies
+    param = nn.Parameter(torch.ones(3))
+    manager = OptimManager(loss_scale=4.0, grad_scale=1)
+    manager.add_optimizer(Plain([param], lr=0.5, **options))
+    param.grad = torch.tensor([1.0, torch.inf, 1.0])
+    assert manager.step() is False
+    assert param.tolist() == [1.0] * 3
+    param.grad = torch.full((3,), 2.0)
+    assert manager.step() is True
+    assert param.tolist() == [0.5] * 3
 
 
 @pytest.mark.ranks(1)

@@ -68,7 +68,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, **conventions)
 
     def _start_afresh(self) -> None:
-        self.takes_found_inf = self.compute == "device"  # the host waits for gradients anyway
+        if self.compute == "host":
+            self.takes_found_inf = False  # the host waits for gradients anyway
         self._pipelines: dict[torch.device, OffloadPipeline] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -96,6 +96,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     maximizes = False
     """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
 
+    takes_found_inf = False
+    """Whether the rule heeds ``batch.found_inf``. The host need then not know of an overflow before a step."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What a class says of its methods does not hold for a subclass that overrides them and says nothing.
+        for name, method in (
+            ("takes_found_inf", "rule"),
+            ("sums_over_ranks", "rule"),
+            ("keeps_copies", "state_layout"),
+        ):
+            nearest = next(vars(c) for c in cls.__mro__ if name in vars(c) or method in vars(c))
+            if name not in nearest:
+                setattr(cls, name, getattr(DistributedOptimizer, name))
+
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
         if self.sums_over_ranks and is_initialized() and current_context().deterministic:
             raise ValueError(
@@ -119,9 +134,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.settle_step()
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
         return {**super().__getstate__(), **mine}
-
-    takes_found_inf = False
-    """Whether the rule heeds ``batch.found_inf``. The host need then not know of an overflow before a step."""
 
     settle_step: Callable[[], Any] = staticmethod(lambda: None)
     """Called before the state is read or written: an OptimManager may not have counted the last step yet."""
