@@ -8,6 +8,7 @@ import torch
 from factored_checks import FAULTS, Case
 from layouts import shard_slice, shards, tensors, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from bmt_optim import Adafactor, DistributedAdafactor
 
@@ -132,3 +133,12 @@ def test_options_out_of_range_are_refused_and_nothing_changes():
         optimizer.param_groups[0] = before
     assert torch.equal(p, torch.ones(2, 3))
     assert not optimizer.state[p]["exp_avg_sq_row"].any()
+
+
+def test_initial_states_that_torch_makes_by_a_step_leave_the_weights():
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = Adafactor(model.parameters())
+    get_optimizer_state_dict(model, optimizer)
+    assert [optimizer.state[p]["step"] for p in model.parameters()] == [1, 1]
+    assert all(map(torch.equal, model.parameters(), before))

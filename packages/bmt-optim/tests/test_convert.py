@@ -270,13 +270,19 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
 def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
     from transformers.optimization import AdafactorSchedule
 
-    params = [nn.Parameter(t) for t in tensors([(6, 4), (5,)])]
-    given = hugging_face(params)
-    schedule = AdafactorSchedule(given)
+    shapes = [(6, 4), (5,)]
+    params, unsharded = ([nn.Parameter(t) for t in tensors(shapes)] for _ in range(2))
+    given, reference = hugging_face(params), hugging_face(unsharded)
+    schedules = AdafactorSchedule(given), AdafactorSchedule(reference)  # which set lr=0.0 before the first step
     to_distributed(given)
     for step in range(3):
-        train(given, params, [step], [(6, 4), (5,)])
-        schedule.step()
+        train(given, params, [step], shapes)
+        train(reference, unsharded, [step], shapes)
+        assert update_error(params, unsharded, tensors(shapes)) <= 1e-5
+        for each in schedules:
+            each.step()
+        assert given.param_groups[0]["lr"] == pytest.approx(float(reference.param_groups[0]["lr"]))
+    schedule = schedules[0]
     scale = given.state[params[0]]["RMS"]
     assert float(schedule.get_lr()[0]) == pytest.approx(1e-2 * scale.item())
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import bmt_kernels
+from bmt_comm import is_called_from
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
@@ -145,10 +146,12 @@ class DistributedAdafactor(DistributedOptimizer):
     @staticmethod
     def _rho(batch: Batch) -> float:
         """ρ of the formula."""
-        if (
-            not batch.options["relative_step"] or batch.options["lr"] == 0
-        ):  # 0: torch's initial states come from a step with lr=0
-            return float(batch.options["lr"])
+        lr = batch.options["lr"]
+        if not batch.options["relative_step"]:
+            return float(lr)
+        # torch makes initial states by a step with lr=0, which must not change weights. Schedulers set lr=0, too.
+        if lr == 0 and is_called_from("torch.distributed.checkpoint.state_dict"):
+            return 0.0
         most = 1e-6 * batch.step if batch.options["warmup_init"] else 1e-2
         return min(most, 1 / math.sqrt(batch.step))
 
