@@ -115,6 +115,34 @@ def test_a_state_dict_that_lacks_something_changes_nothing():
 
 
 @pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"num_iter": -1}, "num_iter=-1"),
+        ({"end_iter": None}, "end_iter=None"),
+        ({"end_iter": "12"}, "end_iter='12'"),
+        ({"start_lr": math.nan}, "start_lr=nan"),
+        ({"warmup_iter": None}, "warmup_iter=None"),
+    ],
+)
+def test_a_state_dict_out_of_range_changes_nothing(changed, name):
+    scheduler = Linear(sgd(), S, W, E, num_iter=6)
+    before = scheduler.state_dict()
+    for refuses in (scheduler.check_state_dict, scheduler.load_state_dict):
+        with pytest.raises(ValueError, match=name):
+            refuses({"start_lr": 9.0, "warmup_iter": 2, "end_iter": 20, "num_iter": 3, **changed})
+    assert scheduler.state_dict() == before
+    assert scheduler.optimizer.param_groups[0]["lr"] == scheduler.current_lr
+
+
+@pytest.mark.parametrize("cls", [Linear, Cosine])
+def test_a_decay_whose_end_is_infinite_stays_at_the_peak(cls):
+    scheduler = cls(sgd(), S, W, math.inf)
+    for n in (W, W + 1, 1000):
+        scheduler.step(n)
+        assert scheduler.current_lr == S
+
+
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [
         ((-1.0, W, E), "start_lr"),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -55,10 +56,9 @@ class WarmupLRScheduler(ABC):
         end_iter: float | None,
         num_iter: int = 0,
     ) -> None:
-        for name, value in (("start_lr", start_lr), ("warmup_iter", warmup_iter), ("num_iter", num_iter)):
-            _check_not_negative(name, value)
-        if (end_iter is None and self._ENDS) or (end_iter is not None and math.isnan(end_iter)):
-            raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
+        self._check_settings(
+            {"start_lr": start_lr, "warmup_iter": warmup_iter, "end_iter": end_iter, "num_iter": num_iter}
+        )
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None})
         if len(rates) > 1:
             _log.warning(
@@ -74,6 +74,15 @@ class WarmupLRScheduler(ABC):
         self.num_iter = num_iter
         self._current_lr = 0.0
         self.step(num_iter)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the settings are in range."""
+        for name, value in settings.items():
+            if name != "end_iter":
+                _check_not_negative(name, value)
+        end_iter = settings["end_iter"]
+        if (end_iter is None and self._ENDS) or (end_iter is not None and not _is_number(end_iter)):
+            raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
 
     @property
     def current_lr(self) -> float:
@@ -113,16 +122,17 @@ class WarmupLRScheduler(ABC):
         return {name: getattr(self, name) for name in self._STATE}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise a ``ValueError`` if ``state_dict`` lacks an entry."""
+        """Raise a ``ValueError`` if ``state_dict`` lacks an entry, or an entry is out of range."""
         missing = [name for name in self._STATE if name not in state_dict]
         if missing:
             raise ValueError(f"the state dict lacks {', '.join(missing)}; its keys are {sorted(map(str, state_dict))}")
+        self._check_settings({name: state_dict[name] for name in self._STATE})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over settings and iteration, and set that iteration's rate.
 
         Raises:
-            ValueError: an entry is missing; nothing has changed.
+            ValueError: an entry is missing or out of range; nothing has changed.
         """
         self.check_state_dict(state_dict)
         for name in self._STATE:
@@ -160,6 +170,8 @@ class Linear(WarmupLRScheduler):
     def get_lr_decay(self, num_iter: float) -> float:
         if num_iter >= self.end_iter:
             return 0.0
+        if self.end_iter == math.inf:
+            return self.start_lr
         return self.start_lr * (self.end_iter - num_iter) / (self.end_iter - self.warmup_iter)
 
 
@@ -202,6 +214,10 @@ class Exponential(WarmupLRScheduler):
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not math.isnan(value)
+
+
+def _check_not_negative(name: str, value: Any) -> None:
+    if not _is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number, 0 or more")
