@@ -100,6 +100,10 @@ def test_half_precision_products_that_are_too_large_are_found():
     query, key = (torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16) for _ in range(2))
     assert largest_logits(query, key) == 40 * 40 * 8
     assert largest_logits(2 * query, key) == 80 * 40 * 8
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q, k = (torch.full((1, 1, 2, 64), 512.0, dtype=dtype) for _ in range(2))
+        with torch.autocast("cpu", torch.float16):
+            assert largest_logits(q, k) == 512 * 512 * 8
 
 
 def test_schedule_free_steps_do_not_undo_the_scaling():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, current_context, is_initialized, local_tensor, slice_of
+from bmt_comm import Communicator, current_context, is_initialized, local_tensor, slice_of, without_autocast
 
 from .slices import all_reduce_over, row_indices
 
@@ -149,6 +149,7 @@ class QKClip:
 
 
 @torch.no_grad()
+@without_autocast()  # which would multiply in fp16
 def largest_logits(query: Tensor, key: Tensor, scale: float | None = None, causal: bool = True) -> Tensor:
     """The largest attention logit of each head, fp32 (heads,). It takes one more matrix product per sequence.
 
@@ -158,6 +159,10 @@ def largest_logits(query: Tensor, key: Tensor, scale: float | None = None, causa
         scale: of the products; ``None``: 1/√D.
         causal: positions do not see later ones; the last of the S is the last of the T.
     """
+    dtype = torch.promote_types(query.dtype, key.dtype)
+    if dtype is torch.float16:  # in which logits above 65504 are inf
+        dtype = torch.float32
+    query, key = query.to(dtype), key.to(dtype)
     largest = query.new_full((query.shape[1],), -math.inf, dtype=torch.float32)
     for q, k in zip(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)):
         logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT).float()
