@@ -17,6 +17,7 @@ from offload_helpers import (
     end_to_end,
     making,
     mixed_slices,
+    row_slice,
     separate,
     set_grads,
     shards,
@@ -223,6 +224,19 @@ def test_an_overflow_under_a_manager_changes_nothing(ctx):
         assert after["lr_schedulers"] == before["lr_schedulers"]
         assert all(torch.equal(p, w) for p, w in zip(params, weights))
         assert (optimizer.get_avg_delta(), optimizer.get_var_delta()) == deltas
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_holds_nothing_keeps_the_delta_in_an_overflow_as_the_others_do(ctx):
+    param = shards([torch.ones(1, 4)], [row_slice((1, 4), ctx.world)])[0]
+    optimizer = AdamOffloadOptimizer([param], compute="device", record_delta=True)
+    manager = OptimManager(loss_scale=2.0, grad_scale=1)
+    manager.add_optimizer(optimizer)
+    for value in (1.0, torch.inf):
+        param.grad = torch.full_like(param, value) if param.numel() else None
+        assert manager.step() is (value == 1)
+        deltas = ctx.world.all_gather_object(optimizer.get_avg_delta())
+        assert deltas == [pytest.approx(1.0)] * 2
 
 
 # --- several ranks ------------------------------------------------------------------------------------------------

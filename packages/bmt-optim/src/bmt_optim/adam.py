@@ -116,16 +116,16 @@ class Adam(DistributedOptimizer):
                 entries += lists.entries
                 in_runs += lists.in_runs
                 batches.append(RunBatch(lists, group, step, scale, grad_factor, found_inf, {}, None))
-        return entries, [], [self._step_rule(batches, in_runs)]
+        return entries, [], [self._step_rule(batches, in_runs, found_inf)]
 
-    def _step_rule(self, batches: Sequence[RunBatch], in_runs: Sequence[Tensor]) -> Rule:
+    def _step_rule(self, batches: Sequence[RunBatch], in_runs: Sequence[Tensor], found_inf: Tensor | None) -> Rule:
         yield []
-        self._update(batches)
+        self._update(batches, found_inf)
         if in_runs:  # the flat views need not share the parameters' version counters
             torch.autograd.graph.increment_version(in_runs)
 
-    def _update(self, batches: Sequence[RunBatch]) -> None:
-        """Step the batches."""
+    def _update(self, batches: Sequence[RunBatch], found_inf: Tensor | None) -> None:
+        """Step the batches, of which this rank may have none. All have this ``found_inf``."""
         for batch in batches:
             self._update_batch(batch, self._kernel_options(batch))
 
@@ -139,8 +139,8 @@ class Adam(DistributedOptimizer):
         """The arguments of :func:`bmt_kernels.adam_step` that are not lists of tensors."""
         options = batch.options
         return {
-            **{name: options[name] for name in ("betas", "eps", "weight_decay")},
-            "lr": float(options["lr"]),
+            **{name: float(options[name]) for name in ("lr", "eps", "weight_decay")},
+            "betas": tuple(map(float, options["betas"])),
             "decoupled": self._is_decoupled or options["decoupled_weight_decay"],
             "maximize": bool(options.get("maximize")),
             "hold_steps": options.get("hold_steps", 0),

@@ -113,7 +113,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     # --- stepping ---------------------------------------------------------------------------------
 
-    def _update(self, batches: Sequence[RunBatch]) -> None:
+    def _update(self, batches: Sequence[RunBatch], found_inf: Tensor | None) -> None:
         work: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
         copies: list[tuple[Tensor, Tensor]] = []  # contiguous copies, and the parameters that get them
         deltas: list[tuple[RunBatch, Tensor]] = []
@@ -137,9 +137,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             param.copy_(copied)
         if self.record_delta:
             total = self._total(deltas)
-            if batches and batches[0].found_inf is not None:
+            if found_inf is not None:
                 before = torch.zeros_like(total) if self._delta is None else self._delta
-                total = torch.where(batches[0].found_inf.to(total.device) > 0, before, total)
+                total = torch.where(found_inf.to(total.device) > 0, before, total)
             self._delta = total
 
     def _is_offloaded(self, device: torch.device) -> bool:

@@ -82,14 +82,14 @@ class DistributedLamb(DistributedOptimizer):
         yield []  # the norms are of the new direction, so the moments change before them
         options, lr = batch.options, float(batch.options["lr"])
         numbers: dict[str, Any] = {
-            "betas": options["betas"],
-            "eps": options["eps"],
-            "weight_decay": options["weight_decay"],
+            "betas": tuple(map(float, options["betas"])),
+            "eps": float(options["eps"]),
+            "weight_decay": float(options["weight_decay"]),
             "step": batch.step,
             "bias_correction": options["bias_correction"] in (True, "moments"),
         }
         if options["bias_correction"] == "lr":
-            beta1, beta2 = options["betas"]
+            beta1, beta2 = numbers["betas"]
             lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
         directions = batch.scratch()
         squares = bmt_kernels.lamb_moments(
