@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from layouts import shard_slice, shards, tensors
 from torch import nn
 
 from bmt_comm import init_distributed, note_step, shutdown
@@ -52,6 +53,39 @@ def test_a_hook_of_one_rank_leaves_the_collectives_as_they_are(ctx, late):
         assert stepped.settle() is (step != 1)
     assert stepped.loss_scale == 2
     assert ctx.world.all_gather_object(params[0].tolist()) == [params[0].tolist()] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loss_scale", [None, 4.0])
+def test_hooks_that_one_rank_gets_or_loses_later_leave_the_collectives_as_they_are(ctx, loss_scale):
+    shapes = [(4, 3), (4, 2)]
+    params = shards(tensors(shapes), [shard_slice(s, ctx.world) for s in shapes])
+    optimizers = [Lamb(params[:1], lr=0.1), Lamb(params[1:], lr=0.1)]
+    stepped = OptimManager(loss_scale=loss_scale, grad_scale=1)
+    for each in optimizers:
+        stepped.add_optimizer(each)
+    calls, handles = [], []
+    for step in range(5):
+        for p in params:
+            p.grad = torch.full_like(p, torch.inf if step == 2 and ctx.rank and loss_scale else 1.0)
+        if step == 1 and ctx.rank == 0:
+            handles.append(optimizers[0].register_step_pre_hook(lambda *_: calls.append("before")))
+            handles.append(optimizers[0].register_step_post_hook(lambda *_: calls.append("after")))
+        elif step == 4:
+            for handle in handles:
+                handle.remove()
+        assert stepped.step() is not (loss_scale is not None and step == 2)
+    skipped = ["before"] if loss_scale else ["before", "after"]
+    assert calls == ([] if ctx.rank else ["before", "after", *skipped, "before", "after"])
+    assert [o.state[p]["step"] for o, p in zip(optimizers, params)] == [4 if loss_scale else 5] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_disagreement_is_an_error_at_the_next_step_too(ctx):
+    differs = manager(ctx, True, "lr")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ranks disagree on the optimizers"):
+            differs.step()
 
 
 @pytest.mark.ranks(2, init=False)

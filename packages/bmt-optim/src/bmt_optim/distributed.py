@@ -637,18 +637,27 @@ def steps_with_others(optimizer: Any) -> bool:
 
     Global hooks with the attribute ``bmt_for_others`` do nothing for these optimizers, and do not count.
     """
+    return has_our_step(optimizer) and not any(step_hooks(optimizer))
+
+
+def has_our_step(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` is :meth:`DistributedOptimizer.step`, but for hooks."""
     if not isinstance(optimizer, DistributedOptimizer) or "step" in vars(optimizer):
         return False
-    step = getattr(
-        type(optimizer).step, "__wrapped__", type(optimizer).step
-    )  # without the wrapper that calls the hooks
-    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    hooks = (
-        any(not hasattr(hook, "bmt_for_others") for hook in of_all),
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) is inspect.unwrap(DistributedOptimizer.step)  # without torch's wrapper
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks that are called before and after a step, in torch's order."""
+    of_all_before, of_all_after = (
+        [hook for hook in hooks.values() if not hasattr(hook, "bmt_for_others")]
+        for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     )
-    return step is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+    return (
+        [*of_all_before, *optimizer._optimizer_step_pre_hooks.values()],
+        [*optimizer._optimizer_step_post_hooks.values(), *of_all_after],
+    )
 
 
 def begin_steps(optimizers: Iterable[DistributedOptimizer], *arguments: Any) -> list[Step]:

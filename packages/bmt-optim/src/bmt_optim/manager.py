@@ -29,7 +29,7 @@ from bmt_comm import (
 
 from .adam import AdamOptimizer
 from .convert import distributed_where_needed
-from .distributed import DistributedOptimizer, begin_steps, steps_with_others
+from .distributed import DistributedOptimizer, begin_steps, has_our_step, step_hooks, steps_with_others
 from .engine import Step, advance, run
 from .exchange import Communication
 from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
@@ -110,7 +110,9 @@ class OptimManager:
     ) -> None:
         self.context = current_context() if context is None else context
         self._compared = False  # whether the optimizers have been compared with those of the other ranks
-        self._apart = False  # whether all ranks step each optimizer by itself, because some ranks have hooks
+        # Whether each optimizer is stepped together with others: decided at its first step, because all ranks must do
+        # the same, and some of them may get hooks later.
+        self._with_others: dict[Any, bool] = {}
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -325,11 +327,12 @@ class OptimManager:
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
             self._check_any_parameters()
+        together = [steps_with_others(each) for each in self.optimizers]
         try:
-            together = [str(steps_with_others(each)) for each in self.optimizers]
-            check_agreement(self.context.world, "which optimizers have hooks", together)
+            check_agreement(self.context.world, "which optimizers have hooks", [str(each) for each in together])
         except DisagreementError:
-            self._apart = True
+            together = [False] * len(together)
+        self._with_others.update(zip(self.optimizers, together))
 
     def _check_any_parameters(self) -> None:
         """Raise if no stage of a pipeline has parameters in some optimizer: one may have none."""
@@ -353,6 +356,9 @@ class OptimManager:
                 with step hooks, and of others' optimizers, are scaled in place. The norm is ``grad_norm``.
             norm_type: as in :meth:`clip_grad_norm`.
 
+        Step hooks of our optimizers that are registered after the first step may be called before it is known that
+        the step is skipped, and see gradients that are not clipped.
+
         Returns:
             Whether the step was taken; the same on all ranks. With ``reads_late``, ``None`` where that is not known
             yet.
@@ -364,14 +370,14 @@ class OptimManager:
         note_place("the optimizer step")
         self.settle()
         if not self._compared:
-            self._compared = True
             self._check_settings()
+            self._compared = True
         with torch.no_grad():  # not around steps: others' optimizers may differentiate in them
             factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
             flag = self._overflow() if self._checks else None
-        together = [] if self._apart else [each for each in self._optimizers if steps_with_others(each)]
         # Decides on a collective, so it must not depend on hooks and devices, which ranks may have differently.
         alike = flag is not None and all(getattr(each, "takes_found_inf", False) for each in self._optimizers)
+        together = self._together(alike)
         if flag is not None and alike:
             with named_range("optimizer round", 0):
                 self.context.world.all_reduce(flag)
@@ -387,15 +393,34 @@ class OptimManager:
                 for optimizer in together:
                     optimizer.settle_step = self.settle
                 return None
+        hooks = [(each, *step_hooks(each)) for each in together]
+        for optimizer, before, _ in hooks:
+            for hook in before:
+                if hook(optimizer, (optimizer,), {"scale": self.loss_scale}) is not None:
+                    raise RuntimeError(
+                        f"{hook!r} was registered after the first step of the OptimManager and returns new arguments; "
+                        "register it before"
+                    )
         if not run(begin_steps(together, self.loss_scale, factor), flag, None if alike else self.context.world):
             self._note_step()  # skipped or not: other ranks may note it before they know
             self._skip()
             return False
+        for optimizer, _, after in hooks:
+            for hook in after:
+                hook(optimizer, (optimizer,), {"scale": self.loss_scale})
         pairs = zip(self.optimizers, self._unscale_themselves)
         self._step_alone([pair for pair in pairs if not any(pair[0] is each for each in together)], factor)
         self._note_step()  # not before: a rank whose step has raised an exception differs from the others
         self._count()
         return True
+
+    def _together(self, flag_goes_alone: bool) -> list[Any]:
+        """The optimizers whose rounds are one. Hooks of one rank must not change what it communicates."""
+        for each in self._optimizers:  # one may have been added after the first step
+            self._with_others.setdefault(each, steps_with_others(each))
+        if flag_goes_alone:  # and such optimizers have no rounds
+            return [each for each in self._optimizers if self._with_others[each] and steps_with_others(each)]
+        return [each for each in self._optimizers if self._with_others[each] and has_our_step(each)]
 
     def _note_step(self) -> None:
         """Note the step and its learning rates, for ranks to compare. Stages of a pipeline may have other rates."""
