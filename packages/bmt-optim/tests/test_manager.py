@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bmt_comm import Slice, local_tensor
-from bmt_optim import AdamOptimizer, OptimManager
+from bmt_optim import AdamOptimizer, AdamW, Lamb, OptimManager
 from bmt_optim.lr_scheduler import Linear, Noam
 
 NORMS = [2, 1, 3, 0.5, math.inf, "inf"]
@@ -624,6 +624,28 @@ def test_a_state_that_does_not_fit_loads_nothing(ctx):
         with pytest.raises(ValueError, match=message):
             manager.load_state_dict(saved)
         torch.testing.assert_close(manager.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+@pytest.mark.parametrize("ours", [AdamW, Lamb])
+def test_optimizers_that_share_a_parameter_are_stepped_in_the_order_in_which_they_were_added(ctx, loss_scale, ours):
+    def make():
+        params = [nn.Parameter(torch.full((3,), 2.0)) for _ in range(2)]
+        options = {"lr": 0.1, "weight_decay": 1.0}
+        return params, [torch.optim.SGD(params[:1], lr=0.5), ours(params, **options), ours(params[1:], **options)]
+
+    (params, optimizers), (expected, by_hand) = make(), make()
+    manager = OptimManager(loss_scale=loss_scale)
+    for each in optimizers:
+        manager.add_optimizer(each)
+    for p, q in zip(params, expected):
+        p.grad, q.grad = torch.full((3,), float(manager.loss_scale)), torch.ones(3)
+    manager.step()
+    for each in by_hand:
+        each.step()
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
 
 
 @pytest.mark.ranks(1)

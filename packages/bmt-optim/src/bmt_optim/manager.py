@@ -166,7 +166,8 @@ class OptimManager:
 
         Where parameters are sharded, an optimizer that needs statistics of whole layers is converted by
         :func:`to_distributed`, and the result is stepped in its place. ``optimizer`` stands for the result: scripts
-        and schedulers use it as before.
+        and schedulers use it as before. Optimizers that share a parameter are stepped in the order in which they were
+        added before the first step.
 
         Args:
             elementwise: the optimizer is of a class that is not known here, and its update of an element depends on
@@ -327,12 +328,23 @@ class OptimManager:
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
             self._check_any_parameters()
-        together = [steps_with_others(each) for each in self.optimizers]
+        together = self._in_order([steps_with_others(each) for each in self.optimizers])
         try:
             check_agreement(self.context.world, "which optimizers have hooks", [str(each) for each in together])
         except DisagreementError:
             together = [False] * len(together)
         self._with_others.update(zip(self.optimizers, together))
+
+    def _in_order(self, together: Sequence[bool]) -> list[bool]:
+        """``together`` without those that share parameters with others not in it: these are stepped in their order."""
+        params = [set(_parameters(each.param_groups)) for each in self.optimizers]
+        result = list(together)
+        while True:
+            alone = set().union(*(of_one for of_one, joint in zip(params, result) if not joint))
+            fewer = [joint and of_one.isdisjoint(alone) for of_one, joint in zip(params, result)]
+            if fewer == result:
+                return result
+            result = fewer
 
     def _check_any_parameters(self) -> None:
         """Raise if no stage of a pipeline has parameters in some optimizer: one may have none."""
