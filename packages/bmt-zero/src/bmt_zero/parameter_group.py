@@ -159,7 +159,7 @@ class Enter(torch.autograd.Function):
 
 
 # ``Enter.apply`` does more for transforms of torch.func, within which nothing is unsharded.
-_apply: Any = super(torch.autograd.Function, Enter).apply  # type: ignore[misc]
+_apply: Any = super(torch.autograd.Function, Enter).apply
 
 
 @dataclass
