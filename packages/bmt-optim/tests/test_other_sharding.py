@@ -160,9 +160,8 @@ def test_parameters_that_are_taken_out(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(1)
 def test_a_step_with_no_rate_changes_nothing(ctx: ParallelContext) -> None:
-    """So does torch's ``set_optimizer_state_dict`` make states."""
     param = nn.Parameter(torch.ones(4, 3))
-    optimizer = DistributedAdafactor([param], weight_decay=0.1)
+    optimizer = DistributedAdafactor([param], lr=0.1, relative_step=False, weight_decay=0.1)
     optimizer.param_groups[0]["lr"] = 0.0
     param.grad = torch.ones_like(param)
     optimizer.step()
