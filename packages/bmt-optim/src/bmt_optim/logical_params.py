@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -394,6 +395,6 @@ class Presence:
         return [self._logical_params[i] for i in group]
 
     def _say(self, logical: LogicalParam) -> int:
-        if not logical.where.numel and 0 not in logical.where.shape:
+        if not logical.where.numel and math.prod(logical.where.shape):
             return 0  # whether an empty shard has a gradient is no news, and may change on this rank alone
         return self._HAS if logical.param.grad is not None else self._LACKS
