@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -395,6 +394,6 @@ class Presence:
         return [self._logical_params[i] for i in group]
 
     def _say(self, logical: LogicalParam) -> int:
-        if not logical.where.numel and math.prod(logical.where.shape):
-            return 0  # whether an empty shard has a gradient is no news, and may change on this rank alone
-        return self._HAS if logical.param.grad is not None else self._LACKS
+        if logical.param.grad is not None:
+            return self._HAS
+        return self._LACKS if logical.where.numel else 0
