@@ -3,7 +3,6 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from layouts import layout, shards, tensors, train, update_error
@@ -140,97 +139,6 @@ def test_groups_may_be_edited_between_steps(ctx, name):
     params, _ = run(lambda optimizer, params: (delete(optimizer, params), before.update(p=params[2].clone())))
     assert torch.equal(params[2], before["p"])
     assert torch.equal(params[0], untouched[0])
-
-
-PROJECTED = {"rank": 3, "update_proj_gap": 2, "scale": 1.0, "proj_type": "std"}
-CHANGES = [  # of options that the state depends on, in the last of the groups
-    ("GaLoreAdamW", PROJECTED, {"rank": 1}),
-    ("GaLoreAdamW", PROJECTED, {"proj_type": "left"}),
-    ("GaLoreAdamW", {}, {"percentile_clipping": 50}),
-    ("APOLLO", {"rank": 3}, {"rank": 2}),
-    ("AdamMini", {}, {"block": "tensor"}),
-    ("AdamMini", {"block": "tensor"}, {"block": "row"}),
-    ("AdamMini", {}, {"block": 2}),  # of two ranks, each has as many rows as there are blocks
-    ("Muon", {"use_muon": False}, {"use_muon": True}),
-    ("Muon", {}, {"use_muon": False, "betas": (0.9, 0.99)}),
-    ("SOAP", {"max_precond_dim": 2}, {"max_precond_dim": 100}),
-    ("Dion", {}, {"rank_fraction": 0.5}),
-    ("DistributedShampoo", {}, {"max_preconditioner_dim": 2}),
-]
-
-
-@pytest.mark.ranks(1, 2)
-def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_step(ctx):
-    shapes = [(4, 4), (4, 4)]
-
-    def grads_at(step):
-        return tensors(shapes, step)
-
-    for name, options, change in CHANGES:
-        params = shards(tensors(shapes), layout(ctx, shapes))
-        optimizer = made(name, [{"params": params[:1]}, {"params": params[1:], **options}])
-        train(optimizer, params, range(2), grads_at)
-        before = copy.deepcopy((params, optimizer.state_dict()["state"]))
-        last = optimizer.param_groups[1]
-        old = {key: last.get(key) for key in change}
-        last.update(change)
-        key, value = next(iter(change.items()))
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"ask for another .* than the state has: .*{key}={value!r}"):
-                train(optimizer, params, [2], grads_at)
-        torch.testing.assert_close((params, optimizer.state_dict()["state"]), before, rtol=0, atol=0)
-        last.update(old)
-        train(optimizer, params, [2], grads_at)
-        optimizer.state.clear()  # what begins afresh may have other options
-        last.update(change)
-        train(optimizer, params, range(2), grads_at)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("APOLLO", {"rank": 2.5}, "rank=2.5 must be a whole number"),
-        ("APOLLO", {"update_proj_gap": 2.5}, "update_proj_gap=2.5 must be a whole number"),
-        ("AdamW8bit", {"percentile_clipping": 5.0}, "percentile_clipping=5.0 must be a whole number"),
-        ("GaLoreAdamW", {"percentile_clipping": 5.0}, "percentile_clipping=5.0 must be a whole number"),
-        ("Muon", {"ns_steps": 2.5}, "ns_steps=2.5 must be a whole number"),
-        ("SOAP", {"precondition_frequency": 2.5}, "precondition_frequency=2.5 must be a whole number"),
-    ],
-)
-def test_what_a_step_cannot_use_is_refused_at_construction(ctx, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        made(name, [{"params": [nn.Parameter(torch.ones(4, 4))], **options}])
-
-
-@pytest.mark.ranks(1)
-def test_apollo_refuses_a_vector_in_a_group_with_a_rank_at_construction(ctx):
-    with pytest.raises(ValueError, match=r"with a rank has shape \(4,\)"):
-        bmt_optim.APOLLO([{"params": [nn.Parameter(torch.ones(4))], "rank": 2}])
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "AdamOptimizer", "AdamOffloadOptimizer", "Lamb"])
-def test_numbers_of_numpy_and_torch_are_numbers(ctx, name):
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    plain = {"eps": 0.5, "weight_decay": 0.25, "betas": (0.5, 0.75)}
-    given = {"eps": np.float32(0.5), "weight_decay": torch.tensor(0.25), "betas": (torch.tensor(0.5), np.float64(0.75))}
-    for param, options in zip(params, (plain, given)):
-        param.grad = torch.ones(3)
-        made(name, [param], **options).step()
-    assert torch.equal(*params)
-
-
-@pytest.mark.ranks(1)
-def test_states_are_checked_again_only_when_options_change(ctx):
-    param = nn.Parameter(torch.ones(4, 4))
-    optimizer, calls = bmt_optim.SOAP([param], max_precond_dim=2), []
-    optimizer.check_state = lambda *_: calls.append(1)
-    for step in range(4):
-        for name, value in (("lr", 0.1 * step), ("weight_decay", 0.1 * step), ("max_precond_dim", 2 + step // 3)):
-            optimizer.param_groups[0][name] = value
-        train(optimizer, [param], [step], lambda step: tensors([(4, 4)], step))
-    assert len(calls) == 2
 
 
 @pytest.mark.ranks(1)

@@ -14,7 +14,6 @@ from bmt_comm import is_called_from
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .factored import Parts, factored_layout
-from .logical_params import LogicalParam
 from .options import check_not_negative, check_pair_not_negative, check_positive, declared
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter, per_parameter
@@ -130,14 +129,14 @@ class DistributedAdafactor(DistributedOptimizer):
             **parts.scaling,
         )
 
-    def check_state(self, logical: LogicalParam, options: Mapping[str, Any]) -> None:
+    def check_state(self, batch: Batch) -> None:
+        """As :meth:`DistributedOptimizer.check_state`: an option that needs state may have been set later."""
         for key, needed_by in (("exp_avg", "beta1"), ("RMS", "scale_parameter")):
-            if options[needed_by] not in (None, False) and key not in self.state[logical.param]:
+            if batch.options[needed_by] not in (None, False) and any(key not in entry for entry in batch.states):
                 raise ValueError(
-                    f"{needed_by}={options[needed_by]!r} was set after the first step, and the state has no {key}; set "
-                    "it when the optimizer is made"
+                    f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
+                    f"{key}; set it when the optimizer is made"
                 )
-        super().check_state(logical, options)
 
     @staticmethod
     def _beta2(batch: Batch) -> float:

@@ -94,6 +94,8 @@ class Dion(DistributedOptimizer):
             return {key: like_parameter(shape) for key in ("exp_avg", "exp_avg_sq")}
         return {"momentum": like_parameter(shape), "Q": replicated((min(shape), _rank(shape, options)))}
 
+    check_state = DistributedOptimizer.check_layout
+
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """About that of P and W."""
         if not options["use_muon"]:

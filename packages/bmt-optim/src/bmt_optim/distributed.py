@@ -46,14 +46,10 @@ from .state_dict import (
     step_record,
     whole_number,
 )
-from .state_layout import StateTensor, like_parameter
+from .state_layout import Size, StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
-
-_PLAIN = (bool, int, float, str, tuple, type(None))
-_SCHEDULED = ("lr", "weight_decay", "betas")
-"""Options that schedules may change in each step. Layouts of states do not depend on them."""
 
 # torch's methods in a guard of our own: theirs imports the compiler, which takes 1.5 seconds and 70 MiB on every rank.
 _add_param_group, _zero_grad = (
@@ -162,27 +158,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def check_parameter(self, param: Tensor, where: Slice) -> None:
         """Raise ValueError unless the optimizer takes this parameter."""
 
-    def check_state(self, logical: LogicalParam, options: Mapping[str, Any]) -> None:
-        """Raise ValueError, on all ranks, unless the state of ``logical`` is as the options ask.
+    def check_state(self, batch: Batch) -> None:
+        """Raise ValueError unless the state has what the options of ``batch`` need."""
 
-        Called at the first step, and when options have been changed since the last.
-        """
-        held, plan = self.state[logical.param], self._current_plan()
-        then, layout_then = plan.layouts.get(logical.index, (None, {}))
-        layout = self._layout(logical.param, options)
-        for key, tensor in layout.items():
-            mine = held.get(key)
-            fits = mine is not None and mine.dtype is tensor.dtype
-            fits = fits and tuple(mine.shape) == tensor.part(logical.where).local_shape
-            # This rank's parts of two layouts may have the same shape, and other ranks' parts not.
-            if not fits or (then is held and layout_then.get(key) != tensor):
-                before = plan.checked.get(plan.group_of[logical.index], {})
-                changed = [f"{k}={options[k]!r}" for k, v in before.items() if k in options and options[k] != v]
-                raise ValueError(
-                    f"the options ask for another {key} than the state has: {' or '.join(changed) or 'one of them'} "
-                    "was set after the first step; set it back, or make a new optimizer"
-                )
-        plan.layouts[logical.index] = held, layout
+    def check_layout(self, batch: Batch) -> None:
+        """Raise ValueError unless the state has the tensors of the options, and replicated ones their shapes."""
+        for logical, state in zip(batch.logical_params, batch.states):
+            for key, tensor in self.state_layout(logical.where.shape, batch.options).items():
+                sizes = [d.size for d in tensor.dims if isinstance(d, Size)]
+                if key not in state or (len(sizes) == len(tensor.dims) and list(state[key].shape) != sizes):
+                    raise ValueError(
+                        f"the options ask for another {key} than the state has: one of them has been changed; set it "
+                        "back, or make a new optimizer"
+                    )
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """The owner's work for a parameter of the global ``shape``, in any unit. It is balanced over owners."""
@@ -302,22 +290,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         present = [p for p, there in zip(plan.logical_params, plan.presence.update()) if there]
         grads = [self._grad(p) for p in present]
         self._materialize()
-        self._check_states()
         entries = [self.state[p.param] for p in present]
         together, alone = self._batches(present, grads, entries, scale, grad_factor, found_inf)
         return entries, [self.rule(batch) for batch in together], [self.rule(batch) for batch in alone]
-
-    def _check_states(self) -> None:
-        """Check the states of groups whose options have been changed since they were last checked."""
-        plan = self._current_plan()
-        for number, group in enumerate(self.param_groups):
-            options = {k: v for k, v in group.items() if k not in _SCHEDULED and isinstance(v, _PLAIN)}
-            if options == plan.checked.get(number):
-                continue
-            for logical, group_of in zip(plan.logical_params, plan.group_of):
-                if group_of == number and self.state.get(logical.param):
-                    self.check_state(logical, group)
-            plan.checked[number] = options
 
     def _batches(
         self,
@@ -368,6 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     plan.kept.setdefault(key_of_kept, before.get(key_of_kept, {})),
                     plan.cache(sum(locals_[n].numel() for n in chosen)) if on_cpu and batches is alone else None,
                 )
+                self.check_state(batch)
                 batches.append(batch)
         return together, alone
 

@@ -135,7 +135,10 @@ class DistGaloreAdamW(DistributedOptimizer):
             )
         if options["nbits"] not in (8, 32):
             raise ValueError(f"nbits={options['nbits']!r} must be 8 or 32")
-        if not isinstance(options["percentile_clipping"], int) or not 1 <= options["percentile_clipping"] <= 100:
+        if (
+            not 1 <= options["percentile_clipping"] <= 100
+            or int(options["percentile_clipping"]) != options["percentile_clipping"]
+        ):
             raise ValueError(
                 f"percentile_clipping={options['percentile_clipping']!r} must be a whole number from 1 to 100 (off)"
             )

@@ -123,8 +123,8 @@ class Muon(DistributedOptimizer):
             check_betas(options.get("betas", ()), 2)
         if any(len(triple) != 3 for triple in _triples(options["ns_coefficients"])):
             raise ValueError(f"ns_coefficients={options['ns_coefficients']!r} must be three numbers, or lists of three")
-        if not isinstance(options["ns_steps"], int) or not 0 <= options["ns_steps"] < 100:
-            raise ValueError(f"ns_steps={options['ns_steps']!r} must be a whole number, at least 0 and less than 100")
+        if not 0 <= options["ns_steps"] < 100:
+            raise ValueError(f"ns_steps={options['ns_steps']!r} must be at least 0 and less than 100")
         if options["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={options['adjust_lr_fn']!r} must be one of {_ADJUSTMENTS}")
         if isinstance(options["parts"], bool) or not isinstance(options["parts"], int) or options["parts"] < 1:
@@ -153,13 +153,13 @@ class Muon(DistributedOptimizer):
             count = where.shape[0]
         return rows // count if count > 1 else 0
 
-    def check_state(self, logical: LogicalParam, options: Mapping[str, Any]) -> None:
-        if logical.parts and self.height(logical.where, options) != logical.parts[0].where.shape[0]:
-            raise ValueError(
-                f"parts={options['parts']!r} or use_muon was changed after the first step, which has given the parts "
-                "to ranks; set it back, or make a new optimizer"
-            )
-        super().check_state(logical, options)
+    def check_state(self, batch: Batch) -> None:
+        for p in batch.logical_params:
+            if p.parts and self.height(p.where, batch.options) != p.parts[0].where.shape[0]:
+                raise ValueError(
+                    f"parts={batch.options['parts']!r} or use_muon was changed after the first step, which has given "
+                    "the parts to ranks; set it back, or make a new optimizer"
+                )
 
     def rule(self, batch: Batch) -> Rule:
         return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)

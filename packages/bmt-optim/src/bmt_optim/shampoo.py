@@ -92,6 +92,8 @@ class DistributedShampoo(DistributedOptimizer):
         numel = sum(n * n for block in block_shapes(shape, options) for n in block)
         return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), replicated((numel,)))
 
+    check_state = DistributedOptimizer.check_layout
+
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """About that of new roots."""
         return float(sum(n**3 for block in block_shapes(shape, options) for n in block))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative, check_whole, declared
+from .options import check_betas, check_not_negative, check_positive, declared
 from .renewal import place_of
 from .requests import Broadcast, Rule, Sum
 from .slices import padded, shard_of
@@ -67,7 +67,7 @@ class SOAP(DistributedOptimizer):
         check_not_negative(options, "lr", "eps", "weight_decay", "max_precond_dim")
         check_betas(options["betas"], 2)
         check_betas((options["shampoo_beta"] or 0,), 1)
-        check_whole(options, "precondition_frequency")
+        check_positive(options, "precondition_frequency")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         layout = {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}

@@ -12,7 +12,6 @@ from torch import Tensor
 from bmt_comm import Communicator, slice_of
 
 from .logical_params import Presence, plan_logical_params
-from .state_layout import StateTensor
 
 CACHED = 1 << 21
 """How many elements are stepped together on the CPU, so that gradients and weights stay in a cache."""
@@ -47,10 +46,6 @@ class StepPlan:
         self.presence = Presence(self.logical_params)
         self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
         """What rules keep for batches, by their parameters. Entries that a step does not use are dropped."""
-        self.checked: dict[int, dict[str, Any]] = {}
-        """By the number of a group: the options that its states were checked against."""
-        self.layouts: dict[int, tuple[dict[str, Any], Mapping[str, StateTensor]]] = {}
-        """By the number of a parameter: its state at that check, and the layout of that state."""
         self._cache: Tensor | None = None
 
     def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
