@@ -28,8 +28,11 @@ def main(folder: Path) -> int:
     arguments: dict[str, set[str]] = defaultdict(set)
     read: dict[str, set[str]] = defaultdict(set)
     for source in sorted(SOURCES.glob("*.cu")):
-        text = (folder / f"{source.stem}.ptx").read_text()
-        for name, parameters, body in re.findall(r"\.entry (\w+)\((.*?)\n\)(.*?)\n}\n", text, re.DOTALL):
+        texts = [path.read_text() for path in folder.glob(f"{source.stem}.*ptx")]  # one for each architecture
+        if not texts:
+            print(f"{folder} has no PTX of {source.name}")
+            return 1
+        for name, parameters, body in re.findall(r"\.entry (\w+)\((.*?)\n\)(.*?)\n}\n", "".join(texts), re.DOTALL):
             kernel = function_of(name)  # all instances of a template together: some have no use for an argument
             arguments[kernel] |= set(re.findall(r"_param_\d+", parameters))
             read[kernel] |= set(re.findall(r"_param_\d+", body))

@@ -138,7 +138,7 @@ def test_options_out_of_range_are_refused_and_nothing_changes():
 def test_initial_states_that_torch_makes_by_a_step_leave_the_weights():
     model = nn.Linear(3, 2)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = Adafactor(model.parameters())
+    optimizer = Adafactor(model.parameters(), weight_decay=0.1)
     get_optimizer_state_dict(model, optimizer)
     assert [optimizer.state[p]["step"] for p in model.parameters()] == [1, 1]
     assert all(map(torch.equal, model.parameters(), before))

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from layouts import layout, shards, tensors, train, update_error
@@ -139,6 +140,18 @@ def test_groups_may_be_edited_between_steps(ctx, name):
     params, _ = run(lambda optimizer, params: (delete(optimizer, params), before.update(p=params[2].clone())))
     assert torch.equal(params[2], before["p"])
     assert torch.equal(params[0], untouched[0])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "AdamOptimizer", "AdamOffloadOptimizer", "Lamb"])
+def test_numbers_of_numpy_and_torch_are_numbers(ctx, name):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    plain = {"eps": 0.5, "weight_decay": 0.25, "betas": (0.5, 0.75)}
+    given = {"eps": np.float32(0.5), "weight_decay": torch.tensor(0.25), "betas": (torch.tensor(0.5), np.float64(0.75))}
+    for param, options in zip(params, (plain, given)):
+        param.grad = torch.ones(3)
+        made(name, [param], **options).step()
+    assert torch.equal(*params)
 
 
 @pytest.mark.ranks(1)

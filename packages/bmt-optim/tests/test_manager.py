@@ -648,6 +648,24 @@ def test_optimizers_that_share_a_parameter_are_stepped_in_the_order_in_which_the
         torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
 
 
+@pytest.mark.ranks(2)
+def test_two_of_ours_that_share_a_divided_parameter_are_stepped_in_order(ctx):
+    def make():
+        param = nn.Parameter(torch.full((2, 3), 2.0))
+        param.bmt_slice = Slice((4, 3), 2 * ctx.rank, 2 * ctx.rank + 2, ctx.world)
+        param.grad = torch.full((2, 3), 1.0 + ctx.rank)
+        return param, [Lamb([param], lr=0.1), AdamW([param], lr=0.1), Lamb([param], lr=0.1)]
+
+    (param, optimizers), (expected, by_hand) = make(), make()
+    manager = OptimManager(grad_scale=1.0)
+    for each in optimizers:
+        manager.add_optimizer(each)
+    manager.step()
+    for each in by_hand:
+        each.step()
+    torch.testing.assert_close(param, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("max_norm", [None, 0.1])

@@ -220,14 +220,11 @@ def test_a_subclass_with_a_rule_of_its_own_is_not_stepped_in_an_overflow(ctx, ba
 
     class Heeds(Plain):
         takes_found_inf = True
-        sums_over_ranks = False
 
     class Below(Heeds):
         pass
 
     assert (kind.takes_found_inf, Plain.takes_found_inf, Below.takes_found_inf) == (True, False, True)
-    assert (kind.sums_over_ranks, Plain.sums_over_ranks, Below.sums_over_ranks) == (False, True, False)
-    assert not Plain.keeps_copies
     param = nn.Parameter(torch.ones(3))
     manager = OptimManager(loss_scale=4.0, grad_scale=1)
     manager.add_optimizer(Plain([param], lr=0.5, **options))

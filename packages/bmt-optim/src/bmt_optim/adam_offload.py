@@ -138,7 +138,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self.record_delta:
             total = self._total(deltas)
             if found_inf is not None:
-                before = torch.zeros_like(total) if self._delta is None else self._delta
+                before = torch.zeros_like(total) if self._delta is None else self._delta.to(total.device)
                 total = torch.where(found_inf.to(total.device) > 0, before, total)
             self._delta = total
 

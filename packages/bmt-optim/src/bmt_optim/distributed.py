@@ -101,15 +101,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class says of its methods does not hold for a subclass that overrides them and says nothing.
-        for name, method in (
-            ("takes_found_inf", "rule"),
-            ("sums_over_ranks", "rule"),
-            ("keeps_copies", "state_layout"),
-        ):
-            nearest = next(vars(c) for c in cls.__mro__ if name in vars(c) or method in vars(c))
-            if name not in nearest:
-                setattr(cls, name, getattr(DistributedOptimizer, name))
+        # What a class says of its rule does not hold for a subclass that overrides the rule and says nothing.
+        nearest = next(vars(c) for c in cls.__mro__ if "takes_found_inf" in vars(c) or "rule" in vars(c))
+        if "takes_found_inf" not in nearest:
+            cls.takes_found_inf = False
 
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
         if self.sums_over_ranks and is_initialized() and current_context().deterministic:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -77,11 +76,10 @@ class WarmupLRScheduler(ABC):
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError unless the settings are in range."""
-        for name, value in settings.items():
-            if name != "end_iter":
-                _check_not_negative(name, value)
+        for name in ("start_lr", "warmup_iter", "num_iter"):
+            _check_not_negative(name, settings[name])
         end_iter = settings["end_iter"]
-        if (end_iter is None and self._ENDS) or (end_iter is not None and not _is_number(end_iter)):
+        if (end_iter is None and self._ENDS) or (end_iter is not None and math.isnan(_number(end_iter))):
             raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
 
     @property
@@ -210,14 +208,22 @@ class Exponential(WarmupLRScheduler):
 
     _STATE = (*WarmupLRScheduler._STATE, "gamma")
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().check_state_dict(state_dict)
+        _check_not_negative("gamma", state_dict["gamma"])
+
     def get_lr_decay(self, num_iter: float) -> float:
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not math.isnan(value)
+def _number(value: Any) -> float:
+    """A number of Python, numpy or torch; NaN if it is something else."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _check_not_negative(name: str, value: Any) -> None:
-    if not _is_number(value) or not 0 <= value < math.inf:
+    if not 0 <= _number(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number, 0 or more")

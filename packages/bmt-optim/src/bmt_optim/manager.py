@@ -328,23 +328,18 @@ class OptimManager:
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
             self._check_any_parameters()
-        together = self._in_order([steps_with_others(each) for each in self.optimizers])
+        together = [steps_with_others(each) and not self._shares(each) for each in self.optimizers]
         try:
             check_agreement(self.context.world, "which optimizers have hooks", [str(each) for each in together])
         except DisagreementError:
             together = [False] * len(together)
         self._with_others.update(zip(self.optimizers, together))
 
-    def _in_order(self, together: Sequence[bool]) -> list[bool]:
-        """``together`` without those that share parameters with others not in it: these are stepped in their order."""
-        params = [set(_parameters(each.param_groups)) for each in self.optimizers]
-        result = list(together)
-        while True:
-            alone = set().union(*(of_one for of_one, joint in zip(params, result) if not joint))
-            fewer = [joint and of_one.isdisjoint(alone) for of_one, joint in zip(params, result)]
-            if fewer == result:
-                return result
-            result = fewer
+    def _shares(self, optimizer: Any) -> bool:
+        """Whether another optimizer has some of its parameters. Such optimizers are stepped one by one, in order."""
+        own = set(_parameters(optimizer.param_groups))
+        others = (each.param_groups for each in self.optimizers if each is not optimizer)
+        return not own.isdisjoint(_parameters(group for groups in others for group in groups))
 
     def _check_any_parameters(self) -> None:
         """Raise if no stage of a pipeline has parameters in some optimizer: one may have none."""
@@ -430,7 +425,7 @@ class OptimManager:
         """The optimizers whose rounds are one. Hooks of one rank must not change what it communicates."""
         for each in self._optimizers:  # one may have been added after the first step
             self._with_others.setdefault(each, steps_with_others(each))
-        if flag_goes_alone:  # and such optimizers have no rounds
+        if flag_goes_alone:  # such optimizers seldom communicate besides
             return [each for each in self._optimizers if self._with_others[each] and steps_with_others(each)]
         return [each for each in self._optimizers if self._with_others[each] and has_our_step(each)]
 

@@ -126,11 +126,6 @@ class StepContext:
         """
         if self.forbidden is not None:
             raise RuntimeError(f"{group.name} cannot be unsharded {self.forbidden}")
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{group.name} cannot be unsharded inside of transforms of torch.func (jvp, vmap, grad): apply them "
-                f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
-            )
         # In forward, replicas need not compute the same. Their backward passes reduce together.
         for comm in group.unsharding_communicators if current_backward() is None else group.communicators:
             self.sequences.add(comm, group.label)

@@ -158,7 +158,7 @@ class Enter(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-# ``Enter.apply`` does more for transforms of torch.func, within which nothing is unsharded.
+# ``Enter.apply`` does more for transforms of torch.func, which are refused.
 _apply: Any = super(torch.autograd.Function, Enter).apply
 
 
@@ -274,6 +274,7 @@ class ParameterGroup:
 
     def enter(self, receiver: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``tensors`` as outputs of one node, with whose gradients ``receiver.params_arrived`` is called."""
+        self._refuse_transforms()
         anchors = [self.anchor]
         if not self.step.splits_backward:  # which takes groups apart by what is behind their nodes
             anchors.append(self._anchor_of_all)
@@ -322,6 +323,7 @@ class ParameterGroup:
 
         ``refresh``: whether parameters may have been moved, frozen or unfrozen since the last forward.
         """
+        self._refuse_transforms()
         try:
             if refresh or self.label == -1:
                 self.refresh(self.reducers)
@@ -333,6 +335,13 @@ class ParameterGroup:
             raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
+
+    def _refuse_transforms(self) -> None:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self.name} cannot be unsharded inside of transforms of torch.func (jvp, vmap, grad): apply them "
+                f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
+            )
 
     def wait(self) -> None:
         """Make the unsharded parameters usable."""
