@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bmt_comm
+import bmt_comm.hosts
 import bmt_comm.process_group
 import bmt_comm.progress
 import bmt_comm.shared_memory
@@ -40,11 +41,14 @@ SIZES = [1, 6, 300_000]  # the last one, in four bytes, in several steps
 
 
 @contextlib.contextmanager
-def job(seconds=30.0):
-    """The default process group on shared memory, and one of gloo."""
-    dist.init_process_group("bmt", timeout=datetime.timedelta(seconds=seconds))
+def job(seconds=30.0, apart=False):
+    """The default process group on shared memory, and one of gloo. ``apart``: as if each rank had a host of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if apart:
+            patch.setattr(bmt_comm.hosts, "host_identity", lambda: int(os.environ["RANK"]))
+        dist.init_process_group("bmt", timeout=datetime.timedelta(seconds=seconds))
     try:
-        assert dist.group.WORLD.shares_memory
+        assert dist.group.WORLD.shares_memory != apart
         yield dist.group.WORLD, dist.new_group(backend="gloo")
     finally:
         dist.destroy_process_group()
@@ -488,6 +492,11 @@ def negative_size(x, rank, size):
     dist.all_to_all_single(torch.empty_like(x), x, sizes, sizes)
 
 
+def wrong_sizes(x, rank, size):
+    sizes = [len(x), 1] if rank else [len(x) - 1, 1]
+    dist.all_to_all_single(torch.empty_like(x), x, sizes, sizes)
+
+
 def without_sum(x, rank, size):
     dist.all_reduce(x.view(torch.uint8).view(torch.bits8) if rank else x)
 
@@ -505,6 +514,7 @@ def premul_sum(x, rank, size):
         (expanded, "which raises ValueError"),
         (wrong_own_size, "which raises ValueError"),
         (negative_size, "which raises ValueError"),
+        (wrong_sizes, "which raises ValueError"),
         (without_sum, "all_reduce over gloo"),
         (sparse, "all_reduce over gloo"),
         (premul_sum, "all_reduce over gloo"),
@@ -534,6 +544,24 @@ def test_what_all_ranks_are_refused_alike_changes_nothing():
                 x = torch.ones(numel)
                 dist.all_reduce(x)
                 assert x[-1].item() == 2.0
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_future_ends_though_the_group_is_destroyed_before(joined):
+    with job() as (_, gloo):
+        group = dist.new_group()
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True) if joined or dist.get_rank() == 0 else None
+        dist.barrier(gloo)
+        futures = [] if work is None else [work.get_future()]
+        dist.destroy_process_group(group)
+        futures += [] if work is None else [work.get_future()]
+        for future in futures:
+            if joined:
+                assert future.wait()[0].tolist() == [2.0] * 4
+            else:
+                with pytest.raises(RuntimeError):
+                    future.wait()
 
 
 @pytest.mark.ranks(2, init=False)
@@ -803,8 +831,9 @@ def test_a_wait_has_its_limit_though_the_thread_runs_the_collective():
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_list_collectives_with_outputs_of_any_strides():
-    with job():
+@pytest.mark.parametrize("apart", [False, True])  # there gloo takes strided tensors as contiguous
+def test_list_collectives_with_outputs_of_any_strides(apart):
+    with job(apart=apart):
         rank, size = dist.get_rank(), dist.get_world_size()
 
         def x(sender, receiver=0):
@@ -827,7 +856,10 @@ def test_list_collectives_with_outputs_of_any_strides():
             assert out.tolist() == x(root).tolist()
             out.copy_(x(rank))
             dist.reduce(out, root)
-            assert out.tolist() == (sum(x(r) for r in range(size)) if rank == root else x(rank)).tolist()
+            if rank == root:
+                assert out.tolist() == sum(x(r) for r in range(size)).tolist()
+            elif not apart:  # gloo writes partial sums there
+                assert out.tolist() == x(rank).tolist()
         outs = empty()
         dist.all_gather(outs, x(rank))
         assert [out.tolist() for out in outs] == [x(r).tolist() for r in range(size)]

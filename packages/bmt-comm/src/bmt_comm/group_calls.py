@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .memory_ranges import (
     addresses,
@@ -21,6 +22,7 @@ from .memory_ranges import (
     vector,
     without_the_inner,
 )
+from .plain import PLAIN_TYPES
 from .progress import CollectiveWork, Progress
 from .shared_memory import MessageWork
 from .work import Pending, Work
@@ -117,12 +119,7 @@ class GroupCall:
         self._in_inference |= tensor.is_inference()
         if alone and is_as_in_memory(data):
             return vector(data)
-        if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
-            self._group.notify("a collective that cannot write to its tensor, which raises ValueError")
-            raise ValueError(
-                f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
-                "whose elements share memory; pass tensor.contiguous()"
-            )
+        _check_writable(self._group, data)
         with torch.inference_mode(False):  # it may be written outside of inference mode later
             if read:
                 dense = as_in_memory(data) if alone else as_in_memory(data).clone()
@@ -201,3 +198,46 @@ class GroupCall:
     def _finish(self) -> None:
         for target, source in self.copies:
             copy_between(target, source)
+
+
+def _check_writable(group: CallingGroup, tensor: Tensor) -> None:
+    if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        group.notify("a collective that cannot write to its tensor, which raises ValueError")
+        raise ValueError(
+            f"a collective cannot write to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
+            "whose elements share memory; pass tensor.contiguous()"
+        )
+
+
+def call_with_contiguous(group: CallingGroup, method: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call a collective of torch's process group, which reads and writes strided tensors as if they were contiguous.
+
+    It gets copies of CPU tensors that are not contiguous. Those in the first list or tensor of ``arguments``, which are
+    its outputs, get the results after the wait.
+    """
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def contiguous(leaf: Any) -> Any:
+        is_dense = type(leaf) in PLAIN_TYPES and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_quantized
+        if not is_dense or is_as_in_memory(leaf):
+            return leaf
+        return copies.setdefault(id(leaf), (leaf, as_in_memory(leaf.data)))[1]
+
+    with torch.inference_mode(False):  # copies may be written outside of inference mode later
+        given = tree_map(contiguous, list(arguments))
+    if not copies:
+        return method(*arguments)
+    outputs = tree_leaves(next(each for each in arguments if isinstance(each, (Tensor, list))))
+    written = [copies[id(each)] for each in outputs if id(each) in copies]
+    for tensor, _ in written:
+        _check_writable(group, tensor)
+    work = method(*given)
+
+    def finish() -> None:
+        for tensor, copy in written:
+            copy_between(tensor.data, copy)
+
+    in_inference = any(tensor.is_inference() for tensor, _ in written)
+    return group.progress.leave(
+        group.progress.post(CollectiveWork(group.progress, lambda: work, outputs, finish, in_inference))
+    )

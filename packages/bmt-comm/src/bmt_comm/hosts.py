@@ -263,6 +263,8 @@ class HostsCollectives:
             try:
                 while not entry.done:
                     self._order.check()
+                    if self._why:
+                        raise RuntimeError(self._why)
                     self.waits_for = self._unfinished[0].number
                     self._unfinished[0].run()
                     self._unfinished.popleft()

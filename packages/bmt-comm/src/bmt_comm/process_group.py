@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .combine import TORCH_OPS, combines, copies
 from .direct_exchange import DirectExchange
-from .group_calls import GroupCall, GroupMessageWork
+from .group_calls import GroupCall, GroupMessageWork, call_with_contiguous
 from .group_of_one import CollectivesOfOneRank
 from .hosts import HostsCollectives, connect, ranks_on_this_host
 from .memory_ranges import as_in_memory, received
@@ -179,11 +179,13 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     def shutdown(self) -> None:
         self._leave("the process group was destroyed")
         self._rest.shutdown()
+        self.progress.settle_rest()
 
     def abort(self) -> None:
         self._leave("the process group was aborted")
         DirectExchange(self._rest).stop()  # messages over gloo, which gloo's own abort leaves waiting
         self._rest.abort()
+        self.progress.settle_rest()
 
     def _leave(self, why: str) -> None:
         shared, self._shared = self._shared, None
@@ -375,7 +377,16 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if any(each < 0 for sizes in splits for each in sizes):  # gloo would write outside of the tensor
             self.notify("an all_to_all with a negative size, which raises ValueError")
             raise ValueError(f"all_to_all: the split sizes {splits[0]} and {splits[1]} must not be negative")
-        if not self._takes((output, input)) or not all(map(self._can_split, splits, (output, input))):
+        for name, sizes, tensor in (("output", splits[0], output), ("input", splits[1], input)):
+            if tensor.is_cpu and not self._can_split(
+                sizes, tensor
+            ):  # gloo would raise in its thread, where other ranks are not told
+                self.notify("an all_to_all with sizes that do not fit, which raises ValueError")
+                raise ValueError(
+                    f"all_to_all: the {name}, of shape {tuple(tensor.shape)}, cannot be split into "
+                    f"{sizes if sizes else 'equal parts'} for {self._size} ranks"
+                )
+        if not self._takes((output, input)):
             return self._otherwise("all_to_all", [input], _all_to_all_single, self._rest, output, input, *splits, opts)
         call = GroupCall(self, opts, [output])
         (out,), (mine,) = call.outs([output]), call.ins([input])
@@ -468,10 +479,12 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
         Ranks that expect the collective in shared memory would wait for this rank, so they are notified.
         """
-        if self._shared is None or any(tensor.is_cuda for tensor in tensors):
+        if any(tensor.is_cuda for tensor in tensors):
             return method(*arguments)
+        if self._shared is None:
+            return call_with_contiguous(self, method, arguments)
         try:
-            work = method(*arguments)
+            work = call_with_contiguous(self, method, arguments)
         except BaseException as error:
             self.notify(f"{kind} which raises {type(error).__name__}")
             raise

@@ -243,6 +243,9 @@ class Progress:
         """Make the thread run all collectives up to ``work``."""
         if work.done:
             return
+        if self._stopped:  # there is no thread
+            self.run_until(work)
+            return
         is_news = work.number > self._wanted  # otherwise the thread knows already
         self._wanted = max(self._wanted, work.number)
         self._need_thread()
@@ -274,6 +277,15 @@ class Progress:
         for each in list(self._callback_threads):  # their callbacks may wait for collectives that will not run
             if each is not me:
                 each.join(_LAST_WAIT)
+
+    def settle_rest(self) -> None:
+        """Settle the futures of collectives that no thread has run, after :meth:`stop`.
+
+        They have their results if all messages have arrived, and otherwise an error: the waits have been ended.
+        """
+        while any(work._future is not None for work in list(self._queue)):
+            if not self._run_first(self._number, seconds=_LAST_WAIT):
+                return  # another thread is running them
 
     def _begin_all(self) -> None:
         # Checked again after the lock is released: another thread may have added one in the meantime.
