@@ -6,6 +6,7 @@ Here all ranks are on one machine, and some say that they are on another one.
 import contextlib
 import datetime
 import random
+import signal
 import threading
 import time
 
@@ -352,6 +353,34 @@ def test_what_one_rank_is_refused_ends_the_wait_of_all_others(ctx, call, numel, 
     with pytest.raises(RuntimeError):
         dist.all_reduce(x, group=group)
     assert time.monotonic() - start < 20
+
+
+class Alarm(Exception):
+    pass
+
+
+def raise_alarm(*_):
+    raise Alarm("on purpose")
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_a_failure_on_one_rank_that_goes_on_ends_the_waits_on_other_hosts(ctx):
+    group, meeting = group_over_hosts(), dist.new_group(backend="gloo")
+    x, start = torch.ones(700_000), time.monotonic()
+    dist.all_reduce(x, group=group)
+    if ctx.rank == 3:
+        before = signal.signal(signal.SIGALRM, raise_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            dist.all_reduce(x, group=group)
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier(meeting)
+    else:
+        dist.barrier(meeting)
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(x, group=group)
+    assert time.monotonic() - start < 20
+    dist.barrier(meeting)
 
 
 @pytest.mark.ranks(4, timeout=60)

@@ -73,6 +73,7 @@ class HostsCollectives:
         self._order = Order()
         self._refusals: Refusals | None = None
         self._why = ""  # waits were ended
+        self._has_failed = False  # and the other ranks were told
         self.waits_for = 0
 
     def tell_refusals(self, store: dist.Store) -> None:
@@ -248,6 +249,9 @@ class HostsCollectives:
         self._order.fail(error)
         for within in (self._within, self._within_later):
             within.fail(error)
+        if self._refusals is not None and not self._why and not self._has_failed:
+            self._has_failed = True
+            self._refusals.tell_failure(error)
 
     def _told(self) -> str:
         """What a rank was refused, if that may be why the collective of ``waits_for`` has failed."""

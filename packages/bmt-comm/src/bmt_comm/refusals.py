@@ -1,11 +1,13 @@
-"""A collective that one rank of a group over several hosts was refused, made known to the ranks that wait for it.
+"""What has failed on one rank of a group over several hosts, made known to the ranks that wait for it.
 
-A rank whose call raises sends no messages, and in shared memory it can say so, but not over gloo. It writes the number
-of the collective into the store of the group instead. A thread of each other rank looks there if a wait takes long.
+A rank whose call or wait raises sends no messages, and in shared memory it can say so, but not over gloo. It writes the
+number of the collective, or that a collective has failed, into the store of the group instead. A thread of each other
+rank looks there if a wait takes long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Protocol
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from .operation import Operation
 
 _SECONDS = 1.0  # between two looks
+_FAILED = "failed"
 
 
 class Waiting(Protocol):
@@ -48,6 +51,20 @@ class Refusals:
         """This rank does not take part in ``operation``, for the reason that its name says."""
         text = f"rank {self._rank} is at operation {operation.number}, {operation.name.decode()}"
         self._store.set(_key(operation.number), text)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """A collective has failed on this rank, so no later one of the group can succeed. The first failure counts.
+
+        The caller does not wait for the store, which may be gone.
+        """
+        text = f"a collective has failed on rank {self._rank}: {type(error).__name__}: {error}".split("\n")[0]
+        store = self._store
+
+        def write() -> None:
+            with contextlib.suppress(RuntimeError):
+                store.compare_set(_FAILED, "", text)
+
+        threading.Thread(target=write, daemon=True).start()
 
     def told(self, number: int) -> str:
         """What a rank has told of collective ``number``; "" if none has, or the store does not answer in a second.
@@ -92,6 +109,6 @@ def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Ev
 def _told(store: dist.Store, number: int) -> str | None:
     """What is in the store of collective ``number``; "": nothing; None: the store has gone with its host."""
     try:
-        return store.get(_key(number)).decode() if store.check([_key(number)]) else ""
+        return next((store.get(key).decode() for key in (_key(number), _FAILED) if store.check([key])), "")
     except RuntimeError:
         return None
