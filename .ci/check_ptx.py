@@ -25,18 +25,21 @@ def function_of(mangled: str) -> str:
 
 
 def main(folder: Path) -> int:
-    arguments: dict[str, set[str]] = defaultdict(set)
-    read: dict[str, set[str]] = defaultdict(set)
+    arguments: dict[tuple[str, str], set[str]] = defaultdict(set)  # by file and kernel
+    read: dict[tuple[str, str], set[str]] = defaultdict(set)
     for source in sorted(SOURCES.glob("*.cu")):
-        texts = [path.read_text() for path in folder.glob(f"{source.stem}.*ptx")]  # one for each architecture
-        if not texts:
+        paths = list(folder.glob(f"{source.stem}.*ptx"))  # one for each architecture
+        if not paths:
             print(f"{folder} has no PTX of {source.name}")
             return 1
-        for name, parameters, body in re.findall(r"\.entry (\w+)\((.*?)\n\)(.*?)\n}\n", "".join(texts), re.DOTALL):
-            kernel = function_of(name)  # all instances of a template together: some have no use for an argument
-            arguments[kernel] |= set(re.findall(r"_param_\d+", parameters))
-            read[kernel] |= set(re.findall(r"_param_\d+", body))
-    if not arguments.keys() >= {"adam_kernel", "moments_kernel"}:
+        for path in paths:
+            text = path.read_text()
+            for name, parameters, body in re.findall(r"\.entry (\w+)\((.*?)\n\)(.*?)\n}\n", text, re.DOTALL):
+                # All instances of a template together: some have no use for an argument.
+                kernel = path.name, function_of(name)
+                arguments[kernel] |= set(re.findall(r"_param_\d+", parameters))
+                read[kernel] |= set(re.findall(r"_param_\d+", body))
+    if not {kernel for _, kernel in arguments} >= {"adam_kernel", "moments_kernel"}:
         print(f"the kernels are not there: {sorted(arguments)}")
         return 1
     dropped = {kernel: sorted(names - read[kernel]) for kernel, names in arguments.items() if names != read[kernel]}

@@ -871,6 +871,29 @@ def test_list_collectives_with_outputs_of_any_strides(apart):
         assert out.tolist() == sum(x(r, rank) for r in range(size)).tolist()
 
 
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_strided_tensors_over_gloo_have_the_waits_and_futures_of_gloo():
+    with job(apart=True) as (_, meeting):
+        rank = dist.get_rank()
+        x = torch.zeros(6)[::2].fill_(rank + 1.0)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        future.wait()
+        assert x.tolist() == [3.0] * 3
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        assert x.tolist() == [6.0] * 3
+        start = time.monotonic()
+        if rank == 0:
+            late = dist.all_reduce(x, async_op=True)
+            with pytest.raises(RuntimeError):
+                late.wait(datetime.timedelta(seconds=0.3))
+            with pytest.raises(ValueError, match="share memory"):
+                dist.all_reduce(torch.ones(1).expand(3))
+        dist.barrier(meeting)
+    assert time.monotonic() - start < 10
+
+
 @pytest.mark.ranks(2, 3, init=False)
 @pytest.mark.parametrize("numel", [1, 6, 3000])
 @pytest.mark.parametrize("kind", ["strided", "expanded", "negated", "strided and negated"])

@@ -96,6 +96,11 @@ def test_largest_logits_are_those_of_attention_and_wrong_arguments_are_refused()
         QKClip(torch.optim.SGD([weight]), tau=0)
 
 
+def test_queries_and_keys_may_have_different_dtypes():
+    query, key = torch.full((1, 1, 2, 4), 2.0), torch.full((1, 1, 2, 4), 3.0, dtype=torch.bfloat16)
+    assert largest_logits(query, key).tolist() == largest_logits(key, query).tolist() == [12.0]
+
+
 def test_half_precision_products_that_are_too_large_are_found():
     query, key = (torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16) for _ in range(2))
     assert largest_logits(query, key) == 40 * 40 * 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -119,7 +120,11 @@ class GroupCall:
         self._in_inference |= tensor.is_inference()
         if alone and is_as_in_memory(data):
             return vector(data)
-        _check_writable(self._group, data)
+        try:
+            _check_writable(data)
+        except ValueError:
+            self._group.notify("a collective that cannot write to its tensor, which raises ValueError")
+            raise
         with torch.inference_mode(False):  # it may be written outside of inference mode later
             if read:
                 dense = as_in_memory(data) if alone else as_in_memory(data).clone()
@@ -200,20 +205,72 @@ class GroupCall:
             copy_between(target, source)
 
 
-def _check_writable(group: CallingGroup, tensor: Tensor) -> None:
+def _check_writable(tensor: Tensor) -> None:
     if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        group.notify("a collective that cannot write to its tensor, which raises ValueError")
         raise ValueError(
             f"a collective cannot write to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
             "whose elements share memory; pass tensor.contiguous()"
         )
 
 
-def call_with_contiguous(group: CallingGroup, method: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+class CopyingWork(dist.Work):
+    """A collective of torch's process group that writes copies of its outputs, and copies them back after the wait."""
+
+    def __init__(self, work: dist.Work, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._work, self._pairs, self._lock = work, pairs, threading.Lock()
+        self._outputs = [tensor for tensor, _ in pairs]
+
+    def _copy_back(self) -> None:
+        with self._lock:  # a callback of the future may do it in another thread
+            while self._pairs:
+                tensor, copy = self._pairs.pop()
+                with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+                    copy_between(tensor.data, copy)
+
+    def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
+        self._work.wait(timeout)
+        self._copy_back()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        def finish(future: torch.futures.Future[Any]) -> list[Tensor]:
+            future.value()  # raises the error of the collective
+            self._copy_back()
+            return self._outputs
+
+        return self._work.get_future().then(finish)
+
+    def is_completed(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        if self._work.is_success():
+            self._copy_back()
+        return True
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+
+def call_with_contiguous(method: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Call a collective of torch's process group, which reads and writes strided tensors as if they were contiguous.
 
     It gets copies of CPU tensors that are not contiguous. Those in the first list or tensor of ``arguments``, which are
     its outputs, get the results after the wait.
+
+    Raises:
+        ValueError: elements of an output share memory.
     """
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -230,14 +287,5 @@ def call_with_contiguous(group: CallingGroup, method: Callable[..., Any], argume
     outputs = tree_leaves(next(each for each in arguments if isinstance(each, (Tensor, list))))
     written = [copies[id(each)] for each in outputs if id(each) in copies]
     for tensor, _ in written:
-        _check_writable(group, tensor)
-    work = method(*given)
-
-    def finish() -> None:
-        for tensor, copy in written:
-            copy_between(tensor.data, copy)
-
-    in_inference = any(tensor.is_inference() for tensor, _ in written)
-    return group.progress.leave(
-        group.progress.post(CollectiveWork(group.progress, lambda: work, outputs, finish, in_inference))
-    )
+        _check_writable(tensor)
+    return CopyingWork(method(*given), written)

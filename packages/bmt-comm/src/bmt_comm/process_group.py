@@ -482,9 +482,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if any(tensor.is_cuda for tensor in tensors):
             return method(*arguments)
         if self._shared is None:
-            return call_with_contiguous(self, method, arguments)
+            return call_with_contiguous(method, arguments)
         try:
-            work = call_with_contiguous(self, method, arguments)
+            work = call_with_contiguous(method, arguments)
         except BaseException as error:
             self.notify(f"{kind} which raises {type(error).__name__}")
             raise

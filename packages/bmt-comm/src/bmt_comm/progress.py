@@ -90,6 +90,8 @@ class CollectiveWork(dist.Work):
                 if self._concluded:
                     self.settle(self._future)
         self._progress.want(self)
+        if not self.done and self._progress.stopped:  # there is no thread
+            self._progress.run_until(self)
         return self._future
 
     def is_completed(self) -> bool:
@@ -137,12 +139,11 @@ class CollectiveWork(dist.Work):
             self.done = True
 
     def _fail(self, error: BaseException) -> None:
+        interrupted = RuntimeError(f"a collective was interrupted in its middle ({type(error).__name__})")
+        self._error = error if isinstance(error, Exception) else interrupted
         self._progress.owner.fail(error)
-        if isinstance(error, Exception):
-            self._error = error
-            return
-        self._error = RuntimeError(f"a collective was interrupted in its middle ({type(error).__name__})")
-        raise error
+        if self._error is interrupted:
+            raise error
 
     def _complete(self) -> None:
         assert self._begun is not None
@@ -184,6 +185,7 @@ class Progress:
         deadline: of the wait in progress, in seconds of :func:`time.monotonic`; None: the time-out of the group.
         owner: the process group.
         posting: a lock that is held only briefly.
+        stopped: whether the thread was ended.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -199,7 +201,7 @@ class Progress:
         # Not an Event: an exception out of a signal handler may leave the lock of one locked.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False  # the thread has nothing to do
-        self._stopped = False
+        self.stopped = False
         weakref.finalize(self, self._news.put, None)
 
     def post(self, work: CollectiveWork) -> CollectiveWork:
@@ -243,9 +245,6 @@ class Progress:
         """Make the thread run all collectives up to ``work``."""
         if work.done:
             return
-        if self._stopped:  # there is no thread
-            self.run_until(work)
-            return
         is_news = work.number > self._wanted  # otherwise the thread knows already
         self._wanted = max(self._wanted, work.number)
         self._need_thread()
@@ -268,7 +267,7 @@ class Progress:
     def stop(self) -> None:
         """End the thread. The caller has ended what it waits for."""
         with self.posting:
-            self._stopped = True
+            self.stopped = True
             thread, self._thread = self._thread, None
         self._news.put(None)
         me = threading.current_thread()
@@ -281,9 +280,10 @@ class Progress:
     def settle_rest(self) -> None:
         """Settle the futures of collectives that no thread has run, after :meth:`stop`.
 
-        They have their results if all messages have arrived, and otherwise an error: the waits have been ended.
+        Those on one host have their results if all messages have arrived. All others have an error: the waits have
+        been ended.
         """
-        while any(work._future is not None for work in list(self._queue)):
+        while not self._running._is_owned() and any(work._future is not None for work in list(self._queue)):
             if not self._run_first(self._number, seconds=_LAST_WAIT):
                 return  # another thread is running them
 
@@ -372,15 +372,15 @@ class Progress:
         thread = threading.current_thread()
         if self._thread is None:
             with self.posting:
-                if self._thread is None and not self._stopped:
+                if self._thread is None and not self.stopped:
                     self._thread = thread
-        return self._thread is thread and not self._stopped
+        return self._thread is thread and not self.stopped
 
     def _need_thread(self) -> None:
         if self._thread is not None:
             return
         with self.posting:
-            if self._thread is None and not self._stopped:
+            if self._thread is None and not self.stopped:
                 self._thread = threading.Thread(target=_run_in_thread, args=(weakref.ref(self),), daemon=True)
                 self._thread.name = "bmt_progress"
                 try:

@@ -46,6 +46,7 @@ class Refusals:
         arguments = weakref.ref(collectives), store, self._left
         self._thread = threading.Thread(target=_look, args=arguments, name="bmt_refusals", daemon=True)
         self._thread.start()
+        self._telling: threading.Thread | None = None
 
     def tell(self, operation: Operation) -> None:
         """This rank does not take part in ``operation``, for the reason that its name says."""
@@ -64,7 +65,9 @@ class Refusals:
             with contextlib.suppress(RuntimeError):
                 store.compare_set(_FAILED, "", text)
 
-        threading.Thread(target=write, daemon=True).start()
+        self._telling = threading.Thread(target=write, daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads
+            self._telling.start()
 
     def told(self, number: int) -> str:
         """What a rank has told of collective ``number``; "" if none has, or the store does not answer in a second.
@@ -72,7 +75,7 @@ class Refusals:
         Another rank of this host may have looked earlier, and have ended the wait of this rank by leaving.
         """
         found: list[str | None] = []
-        thread = threading.Thread(target=lambda: found.append(_told(self._store, number)), daemon=True)
+        thread = threading.Thread(target=lambda: found.append(_told(self._store, _key(number))), daemon=True)
         thread.start()
         thread.join(_SECONDS)
         return (found[0] if found else None) or ""
@@ -80,8 +83,9 @@ class Refusals:
     def leave(self) -> None:
         """End the thread."""
         self._left.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_SECONDS)
+        for thread in (self._thread, self._telling):
+            if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+                thread.join(_SECONDS)
 
 
 def _key(number: int) -> str:
@@ -96,7 +100,7 @@ def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Ev
             return
         number = collectives.waits_for
         if number and number == before:
-            text = _told(store, number)
+            text = _told(store, _key(number), _FAILED)
             if text is None:
                 return
             if text:
@@ -106,9 +110,9 @@ def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Ev
         del collectives
 
 
-def _told(store: dist.Store, number: int) -> str | None:
-    """What is in the store of collective ``number``; "": nothing; None: the store has gone with its host."""
+def _told(store: dist.Store, *keys: str) -> str | None:
+    """What the store has under the first key that it has; "": nothing; None: the store has gone with its host."""
     try:
-        return next((store.get(key).decode() for key in (_key(number), _FAILED) if store.check([key])), "")
+        return next((store.get(key).decode() for key in keys if store.check([key])), "")
     except RuntimeError:
         return None

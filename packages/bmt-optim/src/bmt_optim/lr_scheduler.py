@@ -219,8 +219,8 @@ class Exponential(WarmupLRScheduler):
 def _number(value: Any) -> float:
     """A number of Python, numpy or torch; NaN if it is something else."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        return math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan
 
 
