@@ -340,7 +340,7 @@ def frameworks(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def faults(session: nox.Session) -> None:
-    """Every fault of one rank at every point of a training step, over gloo and shared memory; half an hour."""
+    """Every fault of one rank at every point of a training step, over gloo and shared memory; eight minutes."""
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     session.env["BMT_ALL_FAULTS"] = "1"
