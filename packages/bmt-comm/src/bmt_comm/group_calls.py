@@ -23,7 +23,7 @@ from .memory_ranges import (
     vector,
     without_the_inner,
 )
-from .plain import PLAIN_TYPES
+from .plain import is_dense
 from .progress import CollectiveWork, Progress
 from .shared_memory import MessageWork
 from .work import Pending, Work
@@ -275,8 +275,7 @@ def call_with_contiguous(method: Callable[..., Any], arguments: Sequence[Any]) -
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def contiguous(leaf: Any) -> Any:
-        is_dense = type(leaf) in PLAIN_TYPES and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_quantized
-        if not is_dense or is_as_in_memory(leaf):
+        if not is_dense(leaf) or is_as_in_memory(leaf):
             return leaf
         return copies.setdefault(id(leaf), (leaf, as_in_memory(leaf.data)))[1]
 

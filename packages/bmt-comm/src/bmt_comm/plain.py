@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,3 +52,9 @@ def check_in_memory(name: str, tensor: Tensor, may_be_meta: bool = False) -> Non
         return
     if _has_own_dispatch(tensor) and tensor.numel() and tensor.data_ptr() == 0:
         raise TypeError(f"{name} is a {type(tensor).__name__}; pass the tensor that it wraps (to_local())")
+
+
+def is_dense(value: Any) -> bool:
+    """Whether a value is a plain tensor whose elements lie in host memory as they are."""
+    # The bytes of a quantized tensor do not include its scale.
+    return type(value) in PLAIN_TYPES and value.is_cpu and value.layout is torch.strided and not value.is_quantized

@@ -38,7 +38,7 @@ from .group_of_one import CollectivesOfOneRank
 from .hosts import HostsCollectives, connect, ranks_on_this_host
 from .memory_ranges import as_in_memory, received
 from .operation import Operation, describe
-from .plain import PLAIN_TYPES, plain_tensor
+from .plain import is_dense, plain_tensor
 from .progress import CollectiveWork, Progress
 from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .work import DONE, Work
@@ -378,9 +378,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             self.notify("an all_to_all with a negative size, which raises ValueError")
             raise ValueError(f"all_to_all: the split sizes {splits[0]} and {splits[1]} must not be negative")
         for name, sizes, tensor in (("output", splits[0], output), ("input", splits[1], input)):
-            if tensor.is_cpu and not self._can_split(
-                sizes, tensor
-            ):  # gloo would raise in its thread, where other ranks are not told
+            # gloo would raise in its thread, where other ranks are not told.
+            if tensor.is_cpu and not self._can_split(sizes, tensor):
                 self.notify("an all_to_all with sizes that do not fit, which raises ValueError")
                 raise ValueError(
                     f"all_to_all: the {name}, of shape {tuple(tensor.shape)}, cannot be split into "
@@ -466,9 +465,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if self._shared is None or op is None:
             return False
         for tensor in tensors:
-            if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
-                return False
-            if tensor.is_quantized:  # its bytes do not include its scale
+            if not is_dense(tensor):
                 return False
             if not (combines(op, tensor.dtype) if op else copies(tensor.dtype)):
                 return False

@@ -425,9 +425,8 @@ class OptimManager:
         """The optimizers whose rounds are one. Hooks of one rank must not change what it communicates."""
         for each in self._optimizers:  # one may have been added after the first step
             self._with_others.setdefault(each, steps_with_others(each))
-        if flag_goes_alone:  # such optimizers seldom communicate besides
-            return [each for each in self._optimizers if self._with_others[each] and steps_with_others(each)]
-        return [each for each in self._optimizers if self._with_others[each] and has_our_step(each)]
+        joins = steps_with_others if flag_goes_alone else has_our_step  # such optimizers seldom communicate besides
+        return [each for each in self._optimizers if self._with_others[each] and joins(each)]
 
     def _note_step(self) -> None:
         """Note the step and its learning rates, for ranks to compare. Stages of a pipeline may have other rates."""

@@ -159,11 +159,11 @@ def largest_logits(query: Tensor, key: Tensor, scale: float | None = None, causa
         scale: of the products; ``None``: 1/√D.
         causal: positions do not see later ones; the last of the S is the last of the T.
     """
+    dtype = torch.promote_types(query.dtype, key.dtype)
+    if dtype is torch.float16:  # in which logits above 65504 are inf
+        dtype = torch.float32
     largest = query.new_full((query.shape[1],), -math.inf, dtype=torch.float32)
     for q, k in zip(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)):
-        dtype = torch.promote_types(q.dtype, k.dtype)
-        if dtype is torch.float16:  # in which logits above 65504 are inf
-            dtype = torch.float32
         q, k = q.to(dtype), k.to(dtype)
         logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT).float()
         if causal:
