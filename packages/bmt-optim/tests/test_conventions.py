@@ -142,6 +142,95 @@ def test_groups_may_be_edited_between_steps(ctx, name):
     assert torch.equal(params[0], untouched[0])
 
 
+PROJECTED = {"rank": 3, "update_proj_gap": 2, "scale": 1.0, "proj_type": "std"}
+CHANGES = [  # of options that the state depends on, in the last of the groups
+    ("GaLoreAdamW", PROJECTED, {"rank": 1}),
+    ("GaLoreAdamW", PROJECTED, {"proj_type": "left"}),
+    ("GaLoreAdamW", {}, {"percentile_clipping": 50}),
+    ("APOLLO", {"rank": 3}, {"rank": 2}),
+    ("AdamMini", {}, {"block": "tensor"}),
+    ("AdamMini", {"block": "tensor"}, {"block": "row"}),
+    ("AdamMini", {}, {"block": 2}),  # of two ranks, each has as many rows as there are blocks
+    ("Muon", {"use_muon": False}, {"use_muon": True}),
+    ("Muon", {}, {"use_muon": False, "betas": (0.9, 0.99)}),
+    ("SOAP", {"max_precond_dim": 2}, {"max_precond_dim": 100}),
+    ("Dion", {}, {"rank_fraction": 0.5}),
+    ("DistributedShampoo", {}, {"max_preconditioner_dim": 2}),
+    ("Adafactor", {}, {"beta1": 0.9}),
+]
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_step(ctx):
+    shapes = [(4, 4), (4, 4)]
+
+    def grads_at(step):
+        return tensors(shapes, step)
+
+    for name, options, change in CHANGES:
+        params = shards(tensors(shapes), layout(ctx, shapes))
+        optimizer = made(name, [{"params": params[:1]}, {"params": params[1:], **options}])
+        train(optimizer, params, range(2), grads_at)
+        before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+        last = optimizer.param_groups[1]
+        old = {key: last.get(key) for key in change}
+        last.update(change)
+        key, value = next(iter(change.items()))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{key}={value!r}.*was set after the first step"):
+                train(optimizer, params, [2], grads_at)
+        torch.testing.assert_close((params, optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+        last.update(old)
+        train(optimizer, params, [2], grads_at)
+        optimizer.state.clear()  # what begins afresh may have other options
+        last.update(change)
+        train(optimizer, params, range(2), grads_at)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_option_may_be_changed_as_long_as_the_state_fits(ctx):
+    shapes = [(4, 4), (4, 4)]
+    for name, changes in (
+        ("Adafactor", [{"beta1": 0.9}, {"beta1": None}, {"beta1": 0.8}]),
+        ("DistributedShampoo", [{"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}, {"momentum": 0.9}]),
+        ("GaLoreAdamW", [{"percentile_clipping": 50}, {"percentile_clipping": 60.0}]),
+        ("APOLLO", [{"rank": 4}, {"rank": 9}]),
+    ):
+        params = shards(tensors(shapes), layout(ctx, shapes), dtype=torch.float32)
+        optimizer = made(name, params, **{key: value for key, value in changes[0].items() if key != "rank"})
+        for step, change in enumerate(changes):
+            optimizer.param_groups[0].update(change)
+            train(optimizer, params, [step], lambda step: tensors(shapes, step))
+            if step == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+                for param in params:
+                    param.data = param.data.bfloat16()  # the state gets masters
+            assert all(param.isfinite().all() for param in params)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("APOLLO", {"rank": 2.5}),
+        ("APOLLO", {"update_proj_gap": 2.5}),
+        ("GaLoreAdamW", {**PROJECTED, "rank": True}),
+        ("Muon", {"ns_steps": 2.5}),
+        ("SOAP", {"precondition_frequency": 2.5}),
+    ],
+)
+def test_what_a_step_cannot_use_is_refused_at_construction(ctx, name, options):
+    key, value = list(options.items())[-1] if name != "GaLoreAdamW" else ("rank", True)
+    with pytest.raises(ValueError, match=f"{key}={value} must be a whole number"):
+        made(name, [{"params": [nn.Parameter(torch.ones(4, 4))], **options}])
+
+
+@pytest.mark.ranks(1)
+def test_apollo_refuses_a_vector_in_a_group_with_a_rank_at_construction(ctx):
+    with pytest.raises(ValueError, match=r"with a rank has shape \(4,\)"):
+        bmt_optim.APOLLO([{"params": [nn.Parameter(torch.ones(4))], "rank": 2}])
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "AdamOptimizer", "AdamOffloadOptimizer", "Lamb"])
 def test_numbers_of_numpy_and_torch_are_numbers(ctx, name):

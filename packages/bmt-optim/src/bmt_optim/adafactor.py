@@ -55,6 +55,8 @@ class DistributedAdafactor(DistributedOptimizer):
         ValueError: an option out of range, or options that exclude each other.
     """
 
+    layout_options = ("beta1", "scale_parameter")
+
     def __init__(
         self,
         params: Params,
@@ -128,15 +130,6 @@ class DistributedAdafactor(DistributedOptimizer):
             beta1=float(beta1 or 0),
             **parts.scaling,
         )
-
-    def check_state(self, batch: Batch) -> None:
-        """As :meth:`DistributedOptimizer.check_state`: an option that needs state may have been set later."""
-        for key, needed_by in (("exp_avg", "beta1"), ("RMS", "scale_parameter")):
-            if batch.options[needed_by] not in (None, False) and any(key not in entry for entry in batch.states):
-                raise ValueError(
-                    f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
-                    f"{key}; set it when the optimizer is made"
-                )
 
     @staticmethod
     def _beta2(batch: Batch) -> float:

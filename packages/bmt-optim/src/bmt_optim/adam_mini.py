@@ -50,6 +50,8 @@ class AdamMini(DistributedOptimizer):
         ValueError: an option out of range, or blocks of several rows for what is no matrix of a multiple of them.
     """
 
+    layout_options = ("block",)
+
     def __init__(
         self,
         params: Params,

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
+from bmt_comm import slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .galore_projection import low_rank
 from .logical_params import LogicalParam
-from .options import check_betas, check_not_negative, check_positive, declared
+from .options import check_betas, check_not_negative, check_whole, declared
 from .requests import Rule, Sum, reduced
 from .slices import indices_along, row_indices
 from .state_layout import Size, StateTensor, like_parameter, per_parameter
@@ -53,6 +54,8 @@ class APOLLO(DistributedOptimizer):
         ValueError: an option out of range, or what is no matrix in a group with a rank.
     """
 
+    layout_options = ("rank",)
+
     def __init__(
         self,
         params: Params,
@@ -75,11 +78,16 @@ class APOLLO(DistributedOptimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay", "scale")
         check_betas(options["betas"], 2)
-        check_positive(options, "update_proj_gap", *(["rank"] if "rank" in options else []))
+        check_whole(options, "update_proj_gap", *(["rank"] if "rank" in options else []))
         if options["scale_type"] not in SCALES:
             raise ValueError(f"scale_type={options['scale_type']!r} must be one of {SCALES}")
         if options.get("proj_type", "std") != "std":
             raise ValueError(f"proj_type={options['proj_type']!r}: APOLLO projects the longer dimension's rows (std)")
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        for param in group["params"]:
+            self.state_layout(slice_of(param).shape, group)
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         if "rank" not in options:

@@ -55,6 +55,7 @@ class Dion(DistributedOptimizer):
     """
 
     sums_over_ranks = False  # for each element, all ranks but one add 0
+    layout_options = ("use_muon", "rank_fraction", "rank_multiple_of")
 
     def __init__(
         self,
@@ -93,8 +94,6 @@ class Dion(DistributedOptimizer):
         if not options["use_muon"]:
             return {key: like_parameter(shape) for key in ("exp_avg", "exp_avg_sq")}
         return {"momentum": like_parameter(shape), "Q": replicated((min(shape), _rank(shape, options)))}
-
-    check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """About that of P and W."""

@@ -46,7 +46,7 @@ from .state_dict import (
     step_record,
     whole_number,
 )
-from .state_layout import Size, StateTensor, like_parameter
+from .state_layout import StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -96,6 +96,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     maximizes = False
     """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
 
+    layout_options: tuple[str, ...] = ()
+    """The options that :meth:`state_layout` and :meth:`height` depend on. A step refuses others than the state has."""
+
     takes_found_inf = False
     """Whether the rule heeds ``batch.found_inf``. The host need then not know of an overflow before a step."""
 
@@ -116,6 +119,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
+        # The state of each parameter, and the layout that it was made with.
+        self._layouts: dict[Tensor, tuple[dict[str, Any], dict[str, StateTensor]]] = {}
         given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor with a message
         if not len(given) and is_initialized() and current_context().pipe_size > 1:
             given = [{"params": []}]  # a stage may have nothing to train
@@ -123,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._plan, self._layouts = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle_step()
@@ -152,20 +157,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_parameter(self, param: Tensor, where: Slice) -> None:
         """Raise ValueError unless the optimizer takes this parameter."""
-
-    def check_state(self, batch: Batch) -> None:
-        """Raise ValueError unless the state has what the options of ``batch`` need."""
-
-    def check_layout(self, batch: Batch) -> None:
-        """Raise ValueError unless the state has the tensors of the options, and replicated ones their shapes."""
-        for logical, state in zip(batch.logical_params, batch.states):
-            for key, tensor in self.state_layout(logical.where.shape, batch.options).items():
-                sizes = [d.size for d in tensor.dims if isinstance(d, Size)]
-                if key not in state or (len(sizes) == len(tensor.dims) and list(state[key].shape) != sizes):
-                    raise ValueError(
-                        f"the options ask for another {key} than the state has: one of them has been changed; set it "
-                        "back, or make a new optimizer"
-                    )
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """The owner's work for a parameter of the global ``shape``, in any unit. It is balanced over owners."""
@@ -282,12 +273,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The states whose steps are to be counted, rules that communicate, and rules that do not."""
         self._drop_old_plan()
         plan = self._current_plan()
+        self._check_layouts(plan)
         present = [p for p, there in zip(plan.logical_params, plan.presence.update()) if there]
         grads = [self._grad(p) for p in present]
         self._materialize()
         entries = [self.state[p.param] for p in present]
         together, alone = self._batches(present, grads, entries, scale, grad_factor, found_inf)
         return entries, [self.rule(batch) for batch in together], [self.rule(batch) for batch in alone]
+
+    def _check_layouts(self, plan: StepPlan) -> None:
+        """Raise ValueError, on all ranks, if an option asks for another state than there is, or another plan.
+
+        Only groups whose options have changed since the last step are looked at.
+        """
+        options = [{key: group.get(key) for key in self.layout_options} for group in self.param_groups]
+        changed = {n for n, (now, then) in enumerate(zip(options, plan.options)) if now != then}
+        for logical, number, height in zip(plan.logical_params, plan.group_of, plan.heights) if changed else ():
+            if number not in changed:
+                continue
+            group, where = self.param_groups[number], slice_of(logical.param)
+            state, made = self._layouts.get(logical.param, (None, {}))
+            is_current = state is not None and state is self.state.get(logical.param)
+            layout = self.state_layout(where.shape, group) if is_current else {}
+            others = [key for key, tensor in layout.items() if made.get(key) != tensor]
+            if self.height(where, group) != height:
+                others.append("division into matrices")
+            if others:
+                then = plan.options[number]
+                names = [f"{key}={value!r}" for key, value in options[number].items() if not then or then[key] != value]
+                raise ValueError(
+                    f"{' or '.join(names)} was set after the first step and asks for another {' and '.join(others)} "
+                    "than there is; set it back, or make a new optimizer"
+                )
+        plan.options = options
 
     def _batches(
         self,
@@ -338,7 +356,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     plan.kept.setdefault(key_of_kept, before.get(key_of_kept, {})),
                     plan.cache(sum(locals_[n].numel() for n in chosen)) if on_cpu and batches is alone else None,
                 )
-                self.check_state(batch)
                 batches.append(batch)
         return together, alone
 
@@ -549,6 +566,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     continue
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
+                self._layouts[param] = entry, self.state_layout(where.shape, group)
                 for key, tensor in self._layout(param, group).items():
                     entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
                     if key == "master":
@@ -590,6 +608,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = set(self._params())
         for param in [p for p in self.state if p not in params and not self.state[p].get("step")]:
             del self.state[param]
+            self._layouts.pop(param, None)
 
     def _drop_old_plan(self) -> None:
         """Drop the plan if the script has edited the groups."""

@@ -26,7 +26,7 @@ from .galore_projection import (
 )
 from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
-from .options import check_betas, check_not_negative, declared, with_defaults
+from .options import check_betas, check_not_negative, check_whole, declared, with_defaults
 from .percentile_clipping import HISTORY
 from .requests import Rule
 from .state_layout import StateTensor, replicated
@@ -87,6 +87,7 @@ class DistGaloreAdamW(DistributedOptimizer):
         ValueError: an option out of range, or a parameter in a group with a rank that is no matrix.
     """
 
+    layout_options = ("rank", "proj_type", "nbits", "min_8bit_size", "percentile_clipping")
     corrects_eps = False
     """Whether eps is added to √v after its bias has been corrected."""
 
@@ -150,9 +151,7 @@ class DistGaloreAdamW(DistributedOptimizer):
                 "moments are lost; leave it True, or keep moments in fp32 with nbits=32"
             )
         if "rank" in options:
-            for name in ("rank", "update_proj_gap"):
-                if not isinstance(options[name], int) or options[name] < 1:
-                    raise ValueError(f"{name}={options[name]!r} must be a whole number above 0")
+            check_whole(options, "rank", "update_proj_gap")
             if not math.isfinite(options["scale"]):
                 raise ValueError(f"scale={options['scale']!r} must be finite")
             if options["proj_type"] not in PROJECTIONS:

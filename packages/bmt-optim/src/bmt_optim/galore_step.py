@@ -144,4 +144,4 @@ class _Projected:
 
 
 def _factors(batch: Batch, squares: Sequence[Tensor]) -> list[Tensor]:
-    return clip_factors(batch.state("gnorm_vec"), squares, batch.step, batch.options["percentile_clipping"])
+    return clip_factors(batch.state("gnorm_vec"), squares, batch.step, int(batch.options["percentile_clipping"]))

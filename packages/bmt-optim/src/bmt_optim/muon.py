@@ -15,7 +15,7 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .logical_params import LogicalParam
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, declared, with_defaults
+from .options import check_betas, check_not_negative, check_whole, declared, is_whole, with_defaults
 from .requests import GatherToOwner, Rule, Scatter
 from .state_layout import StateTensor, like_parameter
 
@@ -89,6 +89,7 @@ class Muon(DistributedOptimizer):
 
     sums_over_ranks = False
     keeps_copies = False
+    layout_options = ("use_muon", "parts")
 
     def __init__(
         self,
@@ -123,12 +124,11 @@ class Muon(DistributedOptimizer):
             check_betas(options.get("betas", ()), 2)
         if any(len(triple) != 3 for triple in _triples(options["ns_coefficients"])):
             raise ValueError(f"ns_coefficients={options['ns_coefficients']!r} must be three numbers, or lists of three")
-        if not 0 <= options["ns_steps"] < 100:
-            raise ValueError(f"ns_steps={options['ns_steps']!r} must be at least 0 and less than 100")
+        if not is_whole(options["ns_steps"]) or not 0 <= options["ns_steps"] < 100:
+            raise ValueError(f"ns_steps={options['ns_steps']!r} must be a whole number from 0 to 99")
         if options["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={options['adjust_lr_fn']!r} must be one of {_ADJUSTMENTS}")
-        if isinstance(options["parts"], bool) or not isinstance(options["parts"], int) or options["parts"] < 1:
-            raise ValueError(f"parts={options['parts']!r} must be a whole number above 0")
+        check_whole(options, "parts")
         for param in options["params"] if options["use_muon"] else ():
             _check_matrices(slice_of(param).shape, options["parts"])
 
@@ -152,14 +152,6 @@ class Muon(DistributedOptimizer):
         if rows == where.shape[0] and len(where.shape) == 3:  # a row is an expert
             count = where.shape[0]
         return rows // count if count > 1 else 0
-
-    def check_state(self, batch: Batch) -> None:
-        for p in batch.logical_params:
-            if p.parts and self.height(p.where, batch.options) != p.parts[0].where.shape[0]:
-                raise ValueError(
-                    f"parts={batch.options['parts']!r} or use_muon was changed after the first step, which has given "
-                    "the parts to ranks; set it back, or make a new optimizer"
-                )
 
     def rule(self, batch: Batch) -> Rule:
         return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 _NO_OPTIONS = ("self", "__class__", "params", "stochastic_rounding", "args", "conventions")
@@ -58,10 +59,15 @@ def check_positive(options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name}={options[name]!r} must be finite and positive")
 
 
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is an integer, such as an ``int`` or numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_whole(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless the options are whole numbers above 0."""
     for name in names:
-        if isinstance(options[name], bool) or not isinstance(options[name], int) or options[name] < 1:
+        if not is_whole(options[name]) or options[name] < 1:
             raise ValueError(f"{name}={options[name]!r} must be a whole number above 0")
 
 

@@ -51,6 +51,7 @@ class DistributedShampoo(DistributedOptimizer):
     """
 
     sums_over_ranks = False  # for each element, all ranks but one add 0
+    layout_options = ("grafting", "momentum", "max_preconditioner_dim")
 
     def __init__(
         self,
@@ -91,8 +92,6 @@ class DistributedShampoo(DistributedOptimizer):
         keys += ["momentum_buffer"] * (options["momentum"] > 0)
         numel = sum(n * n for block in block_shapes(shape, options) for n in block)
         return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), replicated((numel,)))
-
-    check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """About that of new roots."""

@@ -46,6 +46,7 @@ class SOAP(DistributedOptimizer):
     """
 
     sums_over_ranks = False  # for each element, all ranks but one add 0
+    layout_options = ("max_precond_dim",)
 
     def __init__(
         self,
@@ -68,6 +69,8 @@ class SOAP(DistributedOptimizer):
         check_betas(options["betas"], 2)
         check_betas((options["shampoo_beta"] or 0,), 1)
         check_positive(options, "precondition_frequency")
+        if (every := options["precondition_frequency"]) % 1:
+            raise ValueError(f"precondition_frequency={every!r} must be a whole number")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         layout = {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}

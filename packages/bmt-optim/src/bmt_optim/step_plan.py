@@ -41,8 +41,10 @@ class StepPlan:
         params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
         self.group_of = [number for _, number in params]
         costs = [float(cost(slice_of(p).shape, groups[number])) for p, number in params]
-        heights = [height(slice_of(p), groups[number]) for p, number in params]
-        self.logical_params = plan_logical_params([p for p, _ in params], costs, heights, replicas)
+        self.heights = [height(slice_of(p), groups[number]) for p, number in params]
+        self.options: list[dict[str, Any]] = [{} for _ in groups]
+        """Those of each group that its states have been compared with."""
+        self.logical_params = plan_logical_params([p for p, _ in params], costs, self.heights, replicas)
         self.presence = Presence(self.logical_params)
         self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
         """What rules keep for batches, by their parameters. Entries that a step does not use are dropped."""
