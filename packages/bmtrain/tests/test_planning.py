@@ -276,6 +276,13 @@ def test_a_configuration_that_makes_no_model_is_named(capsys, tmp_path):
     assert "transformers cannot make it: " in capsys.readouterr().err
 
 
+def test_a_configuration_of_a_model_that_takes_no_tokens_is_named(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--gpus", "2", "--gpu-memory", "1GB"]) == 2
+    assert "ViTForImageClassification takes pixel_values, not input_ids and labels" in capsys.readouterr().err
+
+
 def test_utilization_refers_to_what_the_vendor_names():
     """Forward and backward of the 124 M parameters of GPT-2 take 6 operations for each and a token."""
     for dtype, peak in ((torch.bfloat16, 312e12), (torch.float32, 19.5e12)):

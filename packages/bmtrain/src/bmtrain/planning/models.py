@@ -174,6 +174,11 @@ def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"MODEL {path!r}: transformers cannot make it: {reason}") from error
+    if module.main_input_name != "input_ids":
+        raise ValueError(
+            f"MODEL {path!r}: {type(module).__name__} takes {module.main_input_name}, not input_ids and labels; give "
+            "module:function, whose function returns the model and a function that makes a batch"
+        )
     module.config.use_cache = False
     positions = getattr(config, "max_position_embeddings", None) or None
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 0
