@@ -42,7 +42,8 @@ class TensorParallelProgram(Program):
     def make_sharded(self, plain: Any) -> nn.Module:
         draw, replicas, state = self.draw, self.ctx.replicas, plain.state_dict()
         # A plan takes any model, layers of bmt_tp take those without what only a plan can shard.
-        d = replace(self.drawn_for, planned=self.drawn_for.planned or draw.random() < 0.2)
+        # Those have no head where it is tied, and resume only what has none.
+        d = replace(self.drawn_for, planned=self.drawn_for.planned or (draw.random() < 0.2 and not plain.tied))
         styles = ["alone"] if d.shares else STYLES  # Blocks share no parameters
         if not d.planned and replicas > 1:
             styles = STYLES[2:]  # bmt_zero reduces the gradients of norms, too
