@@ -214,8 +214,8 @@ def test_jobs_and_settings_that_cannot_be_are_refused():
     for name in ("world_size", "device_memory", "batch", "sequence", "node_size", "network"):
         with pytest.raises(ValueError, match=f"{name}=0 must be positive"):
             dataclasses.replace(job, **{name: 0})
-    with pytest.raises(ValueError, match="interleave=0 must be positive"):
-        Settings(pipe=2, interleave=0)
+    with pytest.raises(ValueError, match="pipe=0 must be positive"):
+        Settings(pipe=0)
     with pytest.raises(ValueError, match="optimizer='sgd' is not planned; choose one of adam, "):
         search(gpt(), job, Choices(optimizers=["sgd"]))
 

@@ -1,4 +1,4 @@
-"""Whether the job has started."""
+"""Starting and ending a job, under BMTrain's name of the module."""
 
 from bmt_comm import TopologyNames as topology
 from bmt_comm import init_distributed, is_initialized, shutdown

@@ -1,4 +1,4 @@
-"""Losses."""
+"""Loss functions."""
 
 from bmt_optim import FusedCrossEntropy
 

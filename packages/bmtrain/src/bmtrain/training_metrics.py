@@ -88,8 +88,6 @@ class TrainingMetrics:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.steps = 0
         self.overflows = 0
-        self._losses: list[Tensor] = []
-        self._tokens = 0
         self._begin()
 
     def __enter__(self) -> TrainingMetrics:
@@ -143,7 +141,8 @@ class TrainingMetrics:
             sink.close()
 
     def _begin(self) -> None:
-        self._losses, self._tokens, self._steps = [], 0, 0
+        self._losses: list[Tensor] = []
+        self._tokens = self._steps = 0
         self._sent, self._waited = self._bytes_sent(), self._seconds_waited()
         self._started = time.perf_counter()
         if self.context.device.type == "cuda":

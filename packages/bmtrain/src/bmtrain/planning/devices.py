@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +64,10 @@ def measured() -> Device:
     return Device(name, half, fp32, half, fp32, memory, base.node_link, base.host_link)
 
 
-def _seconds(run: object, device: torch.device, budget: float = 0.3) -> float:
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The shortest time of a few runs."""
-    assert callable(run)
     best, begun = float("inf"), time.perf_counter()
-    while time.perf_counter() - begun < budget:
+    while time.perf_counter() - begun < 0.3:
         start = time.perf_counter()
         run()
         if device.type == "cuda":

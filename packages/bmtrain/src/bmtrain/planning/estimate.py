@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from bmt_pipe import Kind, idle_share, make_schedule, simulate
+
 from .live_memory import Memory
 from .models import PlannedModel
-from .pipeline import Held, held
 from .settings import Job, Settings
 from .trace import PHASES, Trace, trace_step
 
@@ -61,7 +63,7 @@ def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
     device_state, host_state = settings.state_bytes(job)
     phase = max(peaks, key=lambda name: peaks[name].total)
     peak = replace(peaks[phase], state=shards * device_state)
-    seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
+    seconds = _step_seconds(job, settings, sent, compute, shards)
     tokens = job.world_size * job.batch * job.sequence
     limit = job.device.peak if job.is_half else job.device.fp32_peak
     # Forward and the gradients of activations use all parameters but idle experts; only trained ones have gradients.
@@ -98,61 +100,66 @@ def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     """
     if not model.uniform:
         raise ValueError("a pipeline is planned for models with one list of equal layers")
-    chunks = settings.pipe * settings.interleave
-    if model.depth < chunks:
-        raise ValueError(f"{model.depth} layers are too few for {chunks} chunks of a pipeline")
+    if model.depth < settings.pipe:
+        raise ValueError(f"{model.depth} layers are too few for {settings.pipe} stages of a pipeline")
     if settings.micro_batches % settings.pipe:
         raise ValueError(f"micro_batches={settings.micro_batches} is no multiple of the {settings.pipe} stages")
-    layers = math.ceil(model.depth / chunks) * settings.interleave
+    layers = math.ceil(model.depth / settings.pipe)
     inside = trace_step(model, job, settings, settings.micro_batch(job), layers)
     outside = trace_step(model, job, replace(settings, micro_batches=1), job.batch * settings.tp, layers)
-    recompute = settings.schedule == "recompute"
     forward, backward = inside.seconds[FORWARD], inside.seconds[BACKWARD]
-    again = forward if recompute and not settings.checkpoint else 0.0
-    if recompute and settings.checkpoint:  # the trace's backward has the recomputation, a separate action here
-        backward, again = backward - forward, forward
-    costs = [Fraction(max(seconds, 1e-9)).limit_denominator(10**9) for seconds in (forward, again or 1e-9, backward)]
-    plan = held(settings.schedule, settings.pipe, settings.micro_batches, settings.interleave, *costs)
+    if settings.checkpoint:  # the trace's backward has the recomputation, a separate action here
+        backward -= forward
+    costs = [Fraction(max(seconds, 1e-9)).limit_denominator(10**9) for seconds in (forward, backward)]
+    inputs, bubble = _simulated(settings.pipe, settings.micro_batches, *costs)
     # A layer's gradients are reduced while the next micro-batch is computed.
     in_flight = model.layer_trained * job.dtype.itemsize / settings.tp
-    peaks = _pipeline_peaks(inside, outside, settings, plan, in_flight)
+    peaks = _pipeline_peaks(inside, outside, settings, inputs, in_flight)
     boundary = inside.ends[EMBEDDING].activations
-    crossings = 2 * settings.interleave * settings.micro_batches
     gathers = settings.micro_batches if settings.zero == 3 else 1
     sent = {
         "data": inside.traffic["stage"] * gathers + inside.traffic["data"],
         "tensor": inside.traffic["tensor"] * settings.micro_batches,
-        "pipe": crossings * boundary,
+        "pipe": 2 * settings.micro_batches * boundary,
     }
-    in_pipe = (forward + again + backward) * settings.micro_batches / (1 - plan.bubble)
+    in_pipe = (2 * forward + backward) * settings.micro_batches / (1 - bubble)
     around = sum(outside.seconds[name] for name in (EMBEDDING, HEAD, EMBEDDING_BACKWARD))
-    return peaks, sent, in_pipe + around, plan.bubble, inside.shards
+    return peaks, sent, in_pipe + around, bubble, inside.shards
+
+
+@functools.cache
+def _simulated(stages: int, micro_batches: int, forward: Fraction, backward: Fraction) -> tuple[int, float]:
+    """How many inputs of micro-batches a rank keeps for recomputation, at most, and the bubble: a share of the time.
+
+    The costs are the times of a micro-batch in all layers of a rank.
+    """
+    plan = make_schedule("recompute", stages, micro_batches)
+    timeline = simulate(plan, {Kind.FORWARD: forward, Kind.RECOMPUTE: forward, Kind.BACKWARD: backward})
+    return max(timeline.inputs), max(idle_share(timeline))
 
 
 def _pipeline_peaks(
-    inside: Trace, outside: Trace, settings: Settings, plan: Held, in_flight: float
+    inside: Trace, outside: Trace, settings: Settings, inputs: int, in_flight: float
 ) -> dict[str, Memory]:
-    """The peaks of the phases on the rank that holds most. ``in_flight``: bytes that are being reduced."""
+    """The peaks of the phases on the rank that keeps most.
+
+    Args:
+        inputs: the number of micro-batches whose input is kept.
+        in_flight: bytes that are being reduced.
+    """
     embedding = outside.ends[EMBEDDING].activations
     boundary = inside.ends[EMBEDDING].activations
     layers = inside.ends[FORWARD].activations - inside.ends[EMBEDDING].activations
-    chunk = layers / settings.interleave
     temporary = {
         name: inside.peaks[name].activations - inside.ends[end].activations
         for name, end in ((FORWARD, EMBEDDING), (BACKWARD, HEAD))
     }
-    kept = embedding + plan.inputs * boundary
+    kept = embedding + inputs * boundary
     share = settings.micro_batches // settings.pipe  # micro-batches whose output this rank has
-    if settings.schedule == "recompute":
-        head = outside.peaks[HEAD].activations - outside.ends[FORWARD].activations
-        in_head = kept + share * boundary + head
-        in_forward = kept + max(0.0, temporary[FORWARD] - layers) + share * boundary
-        # The gradients of the outputs, and of the inputs, are exchanged once for all micro-batches.
-        in_backward = kept + 3 * share * boundary + chunk + max(temporary[BACKWARD], 0.0) + in_flight
-    else:
-        head = inside.peaks[HEAD].activations - inside.ends[FORWARD].activations
-        in_forward = in_backward = kept + plan.activations * chunk + max(temporary[BACKWARD], 0.0) + in_flight
-        in_head = kept + plan.activations * chunk + head
+    in_head = kept + share * boundary + outside.peaks[HEAD].activations - outside.ends[FORWARD].activations
+    in_forward = kept + max(0.0, temporary[FORWARD] - layers) + share * boundary
+    # The gradients of the outputs, and of the inputs, are exchanged once for all micro-batches.
+    in_backward = kept + 3 * share * boundary + layers + max(temporary[BACKWARD], 0.0) + in_flight
     return {
         EMBEDDING: outside.peaks[EMBEDDING],
         FORWARD: replace(inside.peaks[FORWARD], activations=in_forward),
@@ -162,9 +169,7 @@ def _pipeline_peaks(
     }
 
 
-def _step_seconds(
-    job: Job, settings: Settings, sent: dict[str, float], compute: float, bubble: float, shards: float
-) -> float:
+def _step_seconds(job: Job, settings: Settings, sent: dict[str, float], compute: float, shards: float) -> float:
     """The duration of a step: computation, the communication that does not overlap with it, and the optimizer.
 
     Unsharding, gradient reduction, and messages between stages overlap with computation. Half of the tensor-parallel

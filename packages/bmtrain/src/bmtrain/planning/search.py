@@ -97,7 +97,7 @@ def _layouts(model: PlannedModel, job: Job, choices: Choices, zero: int) -> Iter
                 if pipe > 1 and not checkpoint and len(choices.checkpoint) > 1:
                     continue  # a pipeline recomputes in any case
                 for optimizer in choices.optimizers:
-                    yield Settings(zero, tp, pipe, 1, "recompute", 1, checkpoint, optimizer)
+                    yield Settings(zero, tp, pipe, 1, checkpoint, optimizer)
 
 
 def _least(model: PlannedModel, job: Job, settings: Settings) -> float:

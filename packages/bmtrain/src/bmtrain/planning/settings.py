@@ -72,8 +72,6 @@ class Settings:
         zero: ZeRO level.
         tp: tensor-parallel ranks.
         pipe: pipeline stages.
-        interleave: chunks of layers of each stage.
-        schedule: of the pipeline.
         micro_batches: those of a pipeline, of all its stages; without a pipeline, the backward passes of a step.
         checkpoint: whether activations are recomputed in backward.
         optimizer: a name in ``OPTIMIZERS``.
@@ -82,8 +80,6 @@ class Settings:
     zero: int = 3
     tp: int = 1
     pipe: int = 1
-    interleave: int = 1
-    schedule: str = "recompute"
     micro_batches: int = 1
     checkpoint: bool = True
     optimizer: str = "adam"
@@ -94,7 +90,7 @@ class Settings:
             raise ValueError(f"optimizer={self.optimizer!r} is not planned; choose one of {', '.join(OPTIMIZERS)}")
         if self.zero not in range(4):
             raise ValueError(f"zero={self.zero!r} is not a ZeRO level; choose 0, 1, 2 or 3")
-        for name in ("tp", "pipe", "interleave"):
+        for name in ("tp", "pipe"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
@@ -132,11 +128,8 @@ class Settings:
         if self.tp > 1:
             lines.append("model = bmt_tp.parallelize(model, plan)  # by default the plan is model.tp_plan")
         if self.pipe > 1:
-            options = [f"interleave={self.interleave}"] if self.interleave > 1 else []
-            options += [f"tail_schedule={self.schedule!r}"] if self.schedule != "recompute" else []
-            arguments = ", ".join(["layers", *options])
             lines.append(f"layers = [bmt.Block(layer, use_checkpoint={self.checkpoint}) for layer in model.{layers}]")
-            lines.append(f"model.{layers} = bmt.PipelineTransformerBlockList({arguments})")
+            lines.append(f"model.{layers} = bmt.PipelineTransformerBlockList(layers)")
             lines.append("model = bmt.BMTrainModelWrapper(model)")
         else:
             lines.append(f"model = bmt.BMTrainModelWrapper(model, use_checkpoint={self.checkpoint})")

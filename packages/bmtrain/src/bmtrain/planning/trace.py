@@ -38,7 +38,6 @@ class Trace:
     Attributes:
         peaks, ends: of the phases of the step: the most memory, and the memory when they end.
         seconds: of computation of one micro-batch, in all phases.
-        flops: floating-point operations of one micro-batch.
         traffic: bytes that the rank sends in a step, by the communicator: "tensor"; "stage", for the layers of a
             pipeline; or "data", for all other parameters.
         shards: elements of trained parameters that this rank holds.
@@ -47,7 +46,6 @@ class Trace:
     peaks: dict[str, Memory] = field(default_factory=dict)
     ends: dict[str, Memory] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    flops: float = 0
     traffic: dict[str, float] = field(default_factory=dict)
     shards: float = 0
 
@@ -66,7 +64,6 @@ class Trace:
             memory("peaks"),
             memory("ends"),
             numbers("seconds"),
-            self.flops + layers * (self.flops - shorter.flops),
             numbers("traffic"),
             self.shards + layers * (self.shards - shorter.shards),
         )
@@ -133,7 +130,6 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
             {name: phase.peak for name, phase in phases.items()},
             {name: phase.end for name, phase in phases.items()},
             seconds,
-            sum(flops for phase in phases.values() for flops, _ in phase.operations),
             traffic,
             trained,
         )
