@@ -247,6 +247,9 @@ class TestCompiled:
         masters = [m for m in case.masters if m is not None]
         mastered = [i for i, m in enumerate(case.masters) if m is not None]
         stats = torch.zeros(2, dtype=torch.float64)
-        lists = (case.params, case.grads, case.exp_avgs, case.exp_avg_sqs, masters, mastered)
-        arguments = (*lists, None, torch.tensor(2), None, torch.zeros(()), stats, 0.1, (0.9, 0.99), 1e-8, 0.1, 1, 1.0)
-        torch.library.opcheck(torch.ops.bmt_kernels.adam_step.default, (*arguments, True, False, 0))
+        lists = (case.params, case.grads, case.exp_avgs, case.exp_avg_sqs)
+        options = {"masters": masters, "mastered": mastered, "lr": 0.1, "lr_tensor": None, "step": 1}
+        options |= {"step_tensor": torch.tensor(2), "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+        options |= {"grad_scale": 1.0, "grad_factor": None, "decoupled": True, "maximize": False, "hold_steps": 0}
+        options |= {"found_inf": torch.zeros(()), "delta_stats": stats}
+        torch.library.opcheck(torch.ops.bmt_kernels.adam_step.default, lists, options)

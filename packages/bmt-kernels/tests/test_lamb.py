@@ -338,10 +338,11 @@ def test_a_compiled_graph_takes_each_pass_as_one_node(device):
         assert same_bits(a, b)
     assert not torch.equal(ours[0][0], torch.ones(9, device=device))
     params, grads, m, v, masters, factor = arguments()
-    numbers = ((0.9, 0.99), 1e-6, 0.1, 3, True)
-    torch.library.opcheck(torch.ops.bmt_kernels.lamb_moments.default, (params, grads, m, v, factor, *numbers, 1.0))
-    rates = torch.ones(2, device=device)
-    torch.library.opcheck(torch.ops.bmt_kernels.lamb_update.default, (params, m, v, rates, masters[1:], [1], *numbers))
+    numbers = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "step": 3, "bias_correction": True}
+    scale = {"grad_scale": 1.0, "grad_factor": factor}
+    torch.library.opcheck(torch.ops.bmt_kernels.lamb_moments.default, (params, grads, m, v), {**numbers, **scale})
+    lists, present = (params, m, v, torch.ones(2, device=device)), {"masters": masters[1:], "mastered": [1]}
+    torch.library.opcheck(torch.ops.bmt_kernels.lamb_update.default, lists, {**numbers, **present})
 
 
 def test_devices_without_kernels_are_served_by_the_reference():

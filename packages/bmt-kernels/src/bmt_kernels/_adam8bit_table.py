@@ -8,19 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_kernels import _native
 from bmt_kernels._tables import (
-    _DLPACK_DEVICES,
     _DTYPE_CODES,
     Table,
-    _address,
     _check_adam_tensor,
-    _check_overlaps,
-    _check_tensor,
-    check_sequence,
+    check_lengths,
+    checked_addresses,
+    device_of,
+    packed,
+    weight_and_copy,
 )
 from bmt_kernels.quantize import check_absmax, check_block_offset
 from bmt_kernels.reference.quantize import block_count
+
+_ABSMAX = ("absmax_avgs", "absmax_avg_sqs")
 
 
 def adam8bit_table(
@@ -35,15 +36,7 @@ def adam8bit_table(
 ) -> Table:
     """One row per non-empty parameter. Raises what `adam8bit_step` documents."""
     lists = (params, grads, exp_avgs, exp_avg_sqs, absmax_avgs, absmax_avg_sqs, masters, block_offsets)
-    cpu = _native.cpu_module
-    if cpu is not None and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
-        device = params[0].device
-        code = _DLPACK_DEVICES.get(device.type)
-        if code is not None:
-            rows = cpu.pack_adam8bit(*lists, device, code, device.index or 0)
-            if rows is not None:
-                return Table(rows, device)
-    return _adam8bit_table_checked(*lists)
+    return packed("pack_adam8bit", *lists) or _adam8bit_table_checked(*lists)
 
 
 def _adam8bit_table_checked(
@@ -56,62 +49,34 @@ def _adam8bit_table_checked(
     masters: Sequence[Tensor | None] | None,
     block_offsets: Sequence[int] | None,
 ) -> Table:
-    lists: dict[str, Sequence[Tensor | None]] = {
+    lists: dict[str, Sequence[Tensor | None] | None] = {
         "params": params,
         "grads": grads,
         "exp_avgs": exp_avgs,
         "exp_avg_sqs": exp_avg_sqs,
         "absmax_avgs": absmax_avgs,
         "absmax_avg_sqs": absmax_avg_sqs,
+        "masters": masters,
     }
-    if masters is not None:
-        lists["masters"] = masters
-    for name, values in (*lists.items(), ("block_offsets", block_offsets)):
-        if values is None:
-            continue
-        check_sequence(name, values)
-        if len(values) != len(params):
-            raise ValueError(f"{name} has {len(values)} entries and params has {len(params)}; they must be as many")
-    if len(params) == 0:
-        return Table(b"", torch.device("cpu"))
+    check_lengths({"params": params, "block_offsets": block_offsets})
+    for i, offset in enumerate(block_offsets or ()):
+        check_block_offset(f"block_offsets[{i}]", offset)
+
+    def offset_of(i: int) -> int:
+        return block_offsets[i] if block_offsets is not None else 0
+
+    def check(where: str, name: str, tensor: Tensor, param: Tensor, device: torch.device, i: int) -> None:
+        if name not in _ABSMAX:
+            _check_adam_tensor(where, name, tensor, param, device, moments=torch.uint8)
+            return
+        check_absmax(where, tensor, block_count(param.shape.numel(), offset_of(i)), device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{where} has strides {tensor.stride()}; it must be contiguous")
 
     rows = array("q")
-    extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
-    _check_tensor("params[0]", params[0])
-    device = params[0].device
-    for i, param in enumerate(params):
-        _check_tensor(f"params[{i}]", param)
-        offset = 0
-        if block_offsets is not None:
-            offset = block_offsets[i]
-            check_block_offset(f"block_offsets[{i}]", offset)
-        addresses = {"masters": 0}
-        for name, values in lists.items():
-            tensor = values[i]
-            if name == "masters" and tensor is None:
-                continue
-            where = f"{name}[{i}]"
-            _check_tensor(where, tensor)
-            assert tensor is not None
-            if name in ("absmax_avgs", "absmax_avg_sqs"):
-                check_absmax(where, tensor, block_count(param.shape.numel(), offset), device)
-                if not tensor.is_contiguous():
-                    raise ValueError(f"{where} has strides {tensor.stride()}; it must be contiguous")
-            else:
-                _check_adam_tensor(where, name, tensor, param, device, moments=torch.uint8)
-            addresses[name] = address = _address(where, tensor)
-            if address:
-                extents.append(
-                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
-                )
-        if param.shape.numel() == 0:
-            continue
-        kinds = _DTYPE_CODES[param.dtype] | _DTYPE_CODES[grads[i].dtype] << 16
-        weight, copy = addresses["params"], 0
-        if masters is not None and masters[i] is not None:
-            kinds = _DTYPE_CODES[param.dtype] << 8 | _DTYPE_CODES[grads[i].dtype] << 16
-            weight, copy = addresses["masters"], weight
-        moments = (addresses[name] for name in ("grads", "exp_avgs", "exp_avg_sqs", "absmax_avgs", "absmax_avg_sqs"))
-        rows.extend((weight, copy, *moments, offset, param.shape.numel(), kinds))
-    _check_overlaps(extents)
-    return Table(rows.tobytes(), device)
+    for i, at in checked_addresses(lists, [name for name in lists if name != "grads"], check):
+        weight, copy, kinds = weight_and_copy(params[i], at)
+        kinds |= _DTYPE_CODES[grads[i].dtype] << 16
+        states = (at[name] for name in ("grads", "exp_avgs", "exp_avg_sqs", *_ABSMAX))
+        rows.extend((weight, copy, *states, offset_of(i), params[i].shape.numel(), kinds))
+    return Table(rows.tobytes(), device_of(params))

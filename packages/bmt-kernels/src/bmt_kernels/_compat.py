@@ -51,3 +51,8 @@ def cuda_driver_version() -> tuple[int, int]:
 
 increment_version = _find_increment_version()
 """Tells autograd that tensors were written to behind its back."""
+
+
+def weights_written(params: Sequence[Tensor], masters: Sequence[Tensor | None] | None) -> None:
+    """:func:`increment_version` of parameters and their masters."""
+    increment_version([*params, *(master for master in masters or () if master is not None)])

@@ -172,11 +172,11 @@ def _check_entry(where: str, name: str, tensor: Tensor, grad: Tensor, device: to
 def check_vector(name: str, vector: Tensor, count: int, device: torch.device) -> None:
     """Raise unless `vector` is a float32 tensor of `count` elements on `device`."""
     if not isinstance(vector, Tensor):
-        raise TypeError(f"{name} is a {type(vector).__name__}; it must be a float32 tensor, one element per matrix")
+        raise TypeError(f"{name} is a {type(vector).__name__}; it must be a float32 tensor, one element per tensor")
     if vector.dtype is not torch.float32:
         raise TypeError(f"{name} has dtype {vector.dtype}; it must be torch.float32")
     if vector.shape != (count,):
-        raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be ({count},), one element per matrix")
+        raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be ({count},), one element per tensor")
     check_memory(name, vector)
     if count:
         _check_device(name, vector, device)

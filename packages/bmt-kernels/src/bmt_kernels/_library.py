@@ -7,15 +7,20 @@ when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _library = torch.library.Library("bmt_kernels", "FRAGMENT")
 
 
-def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def _make_nothing(*arguments: object, **options: object) -> None:
+    """The fake of an operation that returns nothing."""
+
+
+def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any] = _make_nothing) -> Callable[..., Any]:
     """Register ``torch.ops.bmt_kernels.<name>`` and return it.
 
     Args:
@@ -34,6 +39,18 @@ def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     """Give a registered operation a backward, as ``torch.library.register_autograd`` takes it."""
     torch.library.register_autograd(f"bmt_kernels::{name}", backward, setup_context=setup_context, lib=_library)
+
+
+def without_gaps(masters: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[int]]:
+    """The masters that there are, and their indices. Lists of operations have no gaps."""
+    present = [(i, master) for i, master in enumerate(masters or ()) if master is not None]
+    return [master for _, master in present], [i for i, _ in present]
+
+
+def with_gaps(masters: Sequence[Tensor], indices: Sequence[int], count: int) -> list[Tensor | None] | None:
+    """The masters of ``count`` parameters, from what :func:`without_gaps` returned."""
+    by_index = dict(zip(indices, masters))
+    return [by_index.get(i) for i in range(count)] if by_index else None
 
 
 def tracing() -> bool:

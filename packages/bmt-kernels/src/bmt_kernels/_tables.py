@@ -11,8 +11,8 @@ Row layouts (64-bit integers) are those of ``csrc/common/table.h``.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,16 +40,19 @@ def adam_table(
     masters: Sequence[Tensor | None] | None,
 ) -> Table:
     """One row per non-empty parameter. Raises what `adam_step` documents."""
+    lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
+    return packed("pack_adam", *lists) or _adam_table_checked(*lists)
+
+
+def packed(function: str, params: Sequence[Tensor], *lists: Sequence[Any] | None) -> Table | None:
+    """The table that `function` of the compiled module makes; None if it declines."""
     cpu = _native.cpu_module
-    if cpu is not None and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
-        device = params[0].device
-        code = _DLPACK_DEVICES.get(device.type)
-        if code is not None:
-            index = device.index or 0
-            rows = cpu.pack_adam(params, grads, exp_avgs, exp_avg_sqs, masters, device, code, index)
-            if rows is not None:
-                return Table(rows, device)
-    return _adam_table_checked(params, grads, exp_avgs, exp_avg_sqs, masters)
+    if cpu is None or type(params) not in (list, tuple) or not params or not isinstance(params[0], Tensor):
+        return None
+    device = params[0].device
+    code = _DLPACK_DEVICES.get(device.type)
+    rows = None if code is None else getattr(cpu, function)(params, *lists, device, code, device.index or 0)
+    return None if rows is None else Table(rows, device)
 
 
 def data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
@@ -163,54 +166,76 @@ def _adam_table_checked(
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
 ) -> Table:
-    lists: dict[str, Sequence[Tensor | None]] = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-    }
-    if masters is not None:
-        lists["masters"] = masters
-    for name, values in lists.items():
-        check_sequence(name, values)
-        if len(values) != len(params):
-            raise ValueError(f"{name} has {len(values)} entries and params has {len(params)}; they must be as many")
-    if len(params) == 0:
-        return Table(b"", torch.device("cpu"))
-
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": masters}
     rows = array("q")
+    for i, at in checked_addresses(lists, written=("params", "exp_avgs", "exp_avg_sqs", "masters")):
+        weight, copy, kinds = weight_and_copy(params[i], at)
+        kinds |= _DTYPE_CODES[grads[i].dtype] << 16
+        rows.extend((weight, copy, at["grads"], at["exp_avgs"], at["exp_avg_sqs"], params[i].shape.numel(), kinds))
+    return Table(rows.tobytes(), device_of(params))
+
+
+def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
+    """Raise unless all lists that are given have as many entries as the one of the parameters."""
+    params = lists["params"]
+    for name, values in lists.items():
+        if values is not None:
+            check_sequence(name, values)
+            if len(values) != len(params or ()):
+                raise ValueError(
+                    f"{name} has {len(values)} entries and params has {len(params or ())}; they must be as many"
+                )
+
+
+def checked_addresses(
+    lists: Mapping[str, Sequence[Tensor | None] | None],
+    written: Sequence[str],
+    check: Callable[..., None] | None = None,
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """Check the tensors of a step; yields each non-empty parameter's index, and addresses by the names of the lists.
+
+    Args:
+        lists: the tensors by parameter, "params" first. A list that is None is left out, and so is a missing master.
+        written: the names of those that are written to.
+        check: called with an entry's name, its list's, the entry, its parameter, the device and the index; raises
+            unless it fits. By default :func:`_check_adam_tensor`.
+    """
+    check_lengths(lists)
+    given: dict[str, Sequence[Any]] = {name: values for name, values in lists.items() if values is not None}
+    params = given["params"]
     extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
-    _check_tensor("params[0]", params[0])
-    device = params[0].device
     for i, param in enumerate(params):
         _check_tensor(f"params[{i}]", param)
-        addresses = {}
-        for name, values in lists.items():
+        addresses: dict[str, int] = {}
+        for name, values in given.items():
             tensor = values[i]
             if name == "masters" and tensor is None:
                 continue
             where = f"{name}[{i}]"
             _check_tensor(where, tensor)
-            assert tensor is not None
-            _check_adam_tensor(where, name, tensor, param, device)
+            device = device_of(params)
+            if check is None:
+                _check_adam_tensor(where, name, tensor, param, device)
+            else:
+                check(where, name, tensor, param, device, i)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append(
-                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
-                )
-        if param.shape.numel() == 0:
-            continue
-        param_code = _DTYPE_CODES[param.dtype]
-        grad_code = _DTYPE_CODES[grads[i].dtype]
-        moments = (addresses["exp_avg_sqs"], param.shape.numel())
-        if "masters" in addresses:
-            pointers = (addresses["masters"], addresses["params"], addresses["grads"], addresses["exp_avgs"])
-            rows.extend((*pointers, *moments, param_code << 8 | grad_code << 16))
-        else:
-            pointers = (addresses["params"], 0, addresses["grads"], addresses["exp_avgs"])
-            rows.extend((*pointers, *moments, param_code | grad_code << 16))
+                extents.append((address, address + tensor.nbytes, where, name in written))
+        if param.shape.numel():
+            yield i, addresses
     _check_overlaps(extents)
-    return Table(rows.tobytes(), device)
+
+
+def weight_and_copy(param: Tensor, addresses: Mapping[str, int]) -> tuple[int, int, int]:
+    """The addresses of what is updated and of its rounded copy, and the dtypes' codes: of a master, if there is one."""
+    code = _DTYPE_CODES[param.dtype]
+    if "masters" in addresses:
+        return addresses["masters"], addresses["params"], code << 8
+    return addresses["params"], 0, code
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if len(tensors) else torch.device("cpu")
 
 
 def _check_adam_tensor(

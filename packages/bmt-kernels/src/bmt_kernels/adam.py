@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _library, _native, reference
-from bmt_kernels._compat import increment_version
+from bmt_kernels._compat import increment_version, weights_written
 from bmt_kernels._tables import adam_table, check_flag, check_stats
 
 _FLOATS = (torch.float32, torch.float64)
@@ -93,29 +94,29 @@ def adam_step(
     Source: Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
     """
     if _library.tracing():
-        mastered = [] if masters is None else [i for i, master in enumerate(masters) if master is not None]
+        present, mastered = _library.without_gaps(masters)
         with torch.no_grad():
             _operation(
                 params,
                 grads,
                 exp_avgs,
                 exp_avg_sqs,
-                [] if masters is None else [masters[i] for i in mastered],
-                mastered,
-                lr if isinstance(lr, Tensor) else None,
-                step if isinstance(step, Tensor) else None,
-                grad_factor,
-                found_inf,
-                delta_stats,
-                0.0 if isinstance(lr, Tensor) else lr,
-                betas,
-                eps,
-                weight_decay,
-                1 if isinstance(step, Tensor) else step,
-                grad_scale,
-                decoupled,
-                maximize,
-                hold_steps,
+                masters=present,
+                mastered=mastered,
+                lr=0.0 if isinstance(lr, Tensor) else lr,
+                lr_tensor=lr if isinstance(lr, Tensor) else None,
+                step=1 if isinstance(step, Tensor) else step,
+                step_tensor=step if isinstance(step, Tensor) else None,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                grad_scale=grad_scale,
+                grad_factor=grad_factor,
+                decoupled=decoupled,
+                maximize=maximize,
+                hold_steps=hold_steps,
+                found_inf=found_inf,
+                delta_stats=delta_stats,
             )
         return
 
@@ -182,9 +183,7 @@ def adam_step(
         return  # PyTorch has counted its own writes
     # Only weights can have been saved for a backward: the moments are not part of a graph.
     if isinstance(step, Tensor) or step > hold_steps:
-        increment_version(params)
-        if masters is not None:
-            increment_version([master for master in masters if master is not None])
+        weights_written(params, masters)
     if delta_stats is not None:
         increment_version((delta_stats,))
 
@@ -262,53 +261,31 @@ def _checked_betas(betas: tuple[float, float]) -> tuple[float, float]:
 # For torch.compile: a number is in one of two arguments, and masters come without the gaps between them.
 def _run_operation(
     params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
+    *lists: list[Tensor],
     masters: list[Tensor],
     mastered: list[int],
-    lr_tensor: Tensor | None,
-    step_tensor: Tensor | None,
-    grad_factor: Tensor | None,
-    found_inf: Tensor | None,
-    delta_stats: Tensor | None,
     lr: float,
-    betas: list[float],
-    eps: float,
-    weight_decay: float,
+    lr_tensor: Tensor | None,
     step: int,
-    grad_scale: float,
-    decoupled: bool,
-    maximize: bool,
-    hold_steps: int,
+    step_tensor: Tensor | None,
+    betas: list[float],
+    **options: Any,
 ) -> None:
-    by_index = dict(zip(mastered, masters))
     adam_step(
         params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
+        *lists,
+        masters=_library.with_gaps(masters, mastered, len(params)),
         lr=lr if lr_tensor is None else lr_tensor,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
         step=step if step_tensor is None else step_tensor,
-        masters=[by_index.get(i) for i in range(len(params))] if masters else None,
-        grad_scale=grad_scale,
-        grad_factor=grad_factor,
-        decoupled=decoupled,
-        maximize=maximize,
-        hold_steps=hold_steps,
-        found_inf=found_inf,
-        delta_stats=delta_stats,
+        betas=(betas[0], betas[1]),
+        **options,
     )
 
 
 _operation = _library.register(
-    "adam_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] masters, int[] mastered, Tensor? lr_tensor, Tensor? step_tensor, Tensor? grad_factor, "
-    "Tensor? found_inf, Tensor(e!)? delta_stats, float lr, float[] betas, float eps, float weight_decay, "
-    "SymInt step, float grad_scale, bool decoupled, bool maximize, SymInt hold_steps) -> ()",
+    "adam_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, *, "
+    "Tensor(d!)[] masters, int[] mastered, float lr, Tensor? lr_tensor, SymInt step, Tensor? step_tensor, "
+    "float[] betas, float eps, float weight_decay, float grad_scale, Tensor? grad_factor, bool decoupled, "
+    "bool maximize, SymInt hold_steps, Tensor? found_inf, Tensor(e!)? delta_stats) -> ()",
     _run_operation,
-    lambda *arguments: None,
 )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _native, reference
 from bmt_kernels._adam8bit_table import adam8bit_table
-from bmt_kernels._compat import increment_version
-from bmt_kernels._library import register, tracing
+from bmt_kernels._compat import weights_written
+from bmt_kernels._library import register, tracing, with_gaps, without_gaps
 from bmt_kernels._tables import check_flag
 from bmt_kernels.adam import _checked, _checked_betas, _checked_count
 
@@ -62,13 +63,28 @@ def adam8bit_step(
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2.
     """
     if tracing():
+        present, mastered = without_gaps(masters)
         _operation(
-            params, grads, exp_avgs, exp_avg_sqs, absmax_avgs, absmax_avg_sqs,
-            [] if masters is None else [master for master in masters if master is not None],
-            None if masters is None else [master is not None for master in masters],
-            lr, betas, eps, weight_decay, step, grad_scale, decoupled, maximize, hold_steps, found_inf,
-            block_offsets,
-        )  # fmt: skip
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            absmax_avgs,
+            absmax_avg_sqs,
+            masters=present,
+            mastered=mastered,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            grad_scale=grad_scale,
+            decoupled=decoupled,
+            maximize=maximize,
+            hold_steps=hold_steps,
+            found_inf=found_inf,
+            block_offsets=block_offsets,
+        )
         return
     beta1, beta2 = _checked_betas(betas)
     _checked_count("step", step, 1)
@@ -119,60 +135,25 @@ def adam8bit_step(
         return  # PyTorch has counted its own writes
     # As in adam_step: only weights can have been saved for a backward.
     if step > hold_steps:
-        increment_version(params)
-        if masters is not None:
-            increment_version([master for master in masters if master is not None])
+        weights_written(params, masters)
 
 
 def _run(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    absmax_avgs: Sequence[Tensor],
-    absmax_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    has_master: Sequence[bool] | None,
-    lr: float,
-    betas: Sequence[float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float,
-    decoupled: bool,
-    maximize: bool,
-    hold_steps: int,
-    found_inf: Tensor | None,
-    block_offsets: Sequence[int] | None,
+    params: list[Tensor],
+    *lists: list[Tensor],
+    masters: list[Tensor],
+    mastered: list[int],
+    betas: list[float],
+    **options: Any,
 ) -> None:
-    present = iter(masters)
-    adam8bit_step(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        absmax_avgs,
-        absmax_avg_sqs,
-        lr=lr,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        masters=None if has_master is None else [next(present) if has else None for has in has_master],
-        grad_scale=grad_scale,
-        decoupled=decoupled,
-        maximize=maximize,
-        hold_steps=hold_steps,
-        found_inf=found_inf,
-        block_offsets=block_offsets,
-    )
+    masters_of_params = with_gaps(masters, mastered, len(params))
+    adam8bit_step(params, *lists, masters=masters_of_params, betas=(betas[0], betas[1]), **options)
 
 
 _operation = register(
     "adam8bit_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] absmax_avgs, Tensor(e!)[] absmax_avg_sqs, Tensor(f!)[] masters, bool[]? has_master, float lr, "
+    "Tensor(d!)[] absmax_avgs, Tensor(e!)[] absmax_avg_sqs, *, Tensor(f!)[] masters, int[] mastered, float lr, "
     "float[] betas, float eps, float weight_decay, SymInt step, float grad_scale, bool decoupled, bool maximize, "
     "SymInt hold_steps, Tensor? found_inf, int[]? block_offsets) -> ()",
     _run,
-    lambda *arguments: None,
 )

@@ -30,14 +30,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _native, reference
-from bmt_kernels._compat import increment_version
+from bmt_kernels._compat import increment_version, weights_written
 from bmt_kernels._factored_tables import FactoredTensors, check_vector
-from bmt_kernels._library import register, tracing
+from bmt_kernels._library import register, tracing, with_gaps, without_gaps
 from bmt_kernels._tables import check_flag
 
 
@@ -311,7 +312,7 @@ def factored_update(
     All CPU variants and the CUDA kernel have the bits of the reference. The parameters' version counters are raised.
     """
     if tracing():
-        with_master = [] if masters is None else [i for i, master in enumerate(masters) if master is not None]
+        present, with_master = without_gaps(masters)
         return _update_operation(
             list(params),
             list(grads),
@@ -321,7 +322,7 @@ def factored_update(
             decay_factors=decay_factors,
             exp_avgs=None if exp_avgs is None else list(exp_avgs),
             beta1=beta1,
-            masters=[] if masters is None else [master for master in masters if master is not None],
+            masters=present,
             with_master=with_master,
             grad_scale=grad_scale,
             grad_factor=grad_factor,
@@ -366,9 +367,7 @@ def factored_update(
             found_inf=found_inf,
         )
         return None
-    increment_version(params)
-    if masters is not None:
-        increment_version([master for master in masters if master is not None])
+    weights_written(params, masters)
     if exp_avgs is not None:
         increment_version(exp_avgs)
     return None
@@ -398,43 +397,10 @@ def _workspace(cuda: ModuleType, rows: bytes, device: torch.device) -> Tensor:
 
 
 def _eager_update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    row_factors: list[Tensor],
-    col_factors: list[Tensor],
-    step_sizes: Tensor,
-    *,
-    decay_factors: Tensor | None,
-    exp_avgs: list[Tensor] | None,
-    beta1: float,
-    masters: list[Tensor],
-    with_master: list[int],
-    grad_scale: float,
-    grad_factor: Tensor | None,
-    found_inf: Tensor | None,
+    params: list[Tensor], *tensors: Any, masters: list[Tensor], with_master: list[int], **options: Any
 ) -> None:
     """`factored_update` with the masters as a registered operation takes them: without gaps, and their indices."""
-    every: list[Tensor | None] = [None] * len(params)
-    for i, master in zip(with_master, masters):
-        every[i] = master
-    factored_update(
-        params,
-        grads,
-        row_factors,
-        col_factors,
-        step_sizes,
-        decay_factors=decay_factors,
-        exp_avgs=exp_avgs,
-        beta1=beta1,
-        masters=every,
-        grad_scale=grad_scale,
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-    )
-
-
-def _writes_only(*arguments: object, **options: object) -> None:
-    """The fake of an operation that returns nothing."""
+    factored_update(params, *tensors, masters=with_gaps(masters, with_master, len(params)), **options)
 
 
 _SCALE = "float grad_scale, Tensor? grad_factor"
@@ -442,22 +408,18 @@ _FACTORS = "Tensor[] grads, Tensor[] row_factors, Tensor[] col_factors"
 _square_sums_operation = register(
     f"factored_square_sums(Tensor[] grads, Tensor(a!)[] row_sums, Tensor(b!)[] col_sums, *, float eps, {_SCALE}) -> ()",
     factored_square_sums,
-    _writes_only,
 )
 _update_square_sum_operation = register(
     f"factored_update_square_sum({_FACTORS}, Tensor(a!) out, *, {_SCALE}) -> ()",
     factored_update_square_sum,
-    _writes_only,
 )
 _residual_square_sums_operation = register(
     f"factored_residual_square_sums({_FACTORS}, Tensor step_sizes, Tensor(a!)[] exp_avgs, Tensor(b!)[] row_sums, "
     f"Tensor(c!)[] col_sums, *, float beta1, float eps, {_SCALE}, Tensor? found_inf) -> ()",
     factored_residual_square_sums,
-    _writes_only,
 )
 _update_operation = register(
     f"factored_update(Tensor(a!)[] params, {_FACTORS}, Tensor step_sizes, *, Tensor? decay_factors, "
     f"Tensor(b!)[]? exp_avgs, float beta1, Tensor(c!)[] masters, int[] with_master, {_SCALE}, Tensor? found_inf) -> ()",
     _eager_update,
-    _writes_only,
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _library, _native, reference
-from bmt_kernels._compat import increment_version
+from bmt_kernels._compat import weights_written
+from bmt_kernels._factored_tables import check_vector
 from bmt_kernels._lamb_table import lamb_table
-from bmt_kernels._tables import check_flag, check_memory
+from bmt_kernels._tables import check_flag
 from bmt_kernels.adam import _address, _checked, _checked_betas, _checked_count
 from bmt_kernels.reference.lamb import sums_dtype
 
@@ -80,8 +82,19 @@ def lamb_moments(
     Source: You et al., arXiv:1904.00962, algorithm 2.
     """
     if _library.tracing():
-        numbers = (betas, eps, weight_decay, step, bias_correction, grad_scale)
-        result: Tensor = _moments_operation(params, grads, exp_avgs, exp_avg_sqs, grad_factor, *numbers)
+        result: Tensor = _moments_operation(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            bias_correction=bias_correction,
+            grad_scale=grad_scale,
+            grad_factor=grad_factor,
+        )
         return result
     settings = _settings(betas, eps, weight_decay, step, bias_correction, grad_scale)
     rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, None, directions)
@@ -148,15 +161,26 @@ def lamb_update(
         TypeError, ValueError, RuntimeError: as in `lamb_moments`.
     """
     if _library.tracing():
-        mastered = [] if masters is None else [i for i, master in enumerate(masters) if master is not None]
-        present = [] if masters is None else [masters[i] for i in mastered]
-        numbers = (betas, eps, weight_decay, step, bias_correction)
+        present, mastered = _library.without_gaps(masters)
         with torch.no_grad():
-            _update_operation(params, exp_avgs, exp_avg_sqs, rates, present, mastered, *numbers)
+            _update_operation(
+                params,
+                exp_avgs,
+                exp_avg_sqs,
+                rates,
+                masters=present,
+                mastered=mastered,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                step=step,
+                bias_correction=bias_correction,
+            )
         return
     settings = _settings(betas, eps, weight_decay, step, bias_correction, 1.0)
     rows, device = lamb_table(params, None, exp_avgs, exp_avg_sqs, masters, directions)
-    rates = _checked_rates(rates, len(params), device)
+    check_vector("rates", rates, len(params), device)
+    rates = rates.contiguous()
     if not rows:
         return
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
@@ -177,22 +201,7 @@ def lamb_update(
             masters=masters,
         )
         return  # PyTorch has counted its own writes
-    increment_version(params)
-    if masters is not None:
-        increment_version([master for master in masters if master is not None])
-
-
-def _checked_rates(rates: Tensor, count: int, device: torch.device) -> Tensor:
-    if not isinstance(rates, Tensor):
-        raise TypeError(f"rates is a {type(rates).__name__}; it must be a float32 tensor, one element per parameter")
-    if rates.dtype is not torch.float32:
-        raise TypeError(f"rates has dtype {rates.dtype}; it must be torch.float32")
-    if rates.shape != (count,):
-        raise ValueError(f"rates has shape {tuple(rates.shape)}; it must be ({count},), one element per parameter")
-    if count and rates.device != device:
-        raise ValueError(f"rates is on {rates.device}; it must be on {device} like the parameters")
-    check_memory("rates", rates)
-    return rates.contiguous()
+    weights_written(params, masters)
 
 
 def _settings(
@@ -210,77 +219,41 @@ def _settings(
 
 
 # For torch.compile; masters come without the gaps between them.
-def _run_moments(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    grad_factor: Tensor | None,
-    betas: list[float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    grad_scale: float,
-) -> Tensor:
-    return lamb_moments(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-        grad_factor=grad_factor,
-    )
+def _run_moments(*lists: list[Tensor], betas: list[float], **options: Any) -> Tensor:
+    return lamb_moments(*lists, betas=(betas[0], betas[1]), **options)
 
 
-def _fake_moments(params: list[Tensor], *arguments: object) -> Tensor:
+def _fake_moments(params: list[Tensor], *lists: list[Tensor], **options: object) -> Tensor:
     device = params[0].device if params else torch.device("cpu")
     return torch.empty(len(params), 2, dtype=sums_dtype(device), device=device)
 
 
 def _run_update(
     params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    rates: Tensor,
+    *lists: Any,
     masters: list[Tensor],
     mastered: list[int],
     betas: list[float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
+    **options: Any,
 ) -> None:
-    by_index = dict(zip(mastered, masters))
     lamb_update(
         params,
-        exp_avgs,
-        exp_avg_sqs,
-        rates,
+        *lists,
+        masters=_library.with_gaps(masters, mastered, len(params)),
         betas=(betas[0], betas[1]),
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        bias_correction=bias_correction,
-        masters=[by_index.get(i) for i in range(len(params))] if masters else None,
+        **options,
     )
 
 
 _moments_operation = _library.register(
-    "lamb_moments(Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, "
-    "Tensor? grad_factor, float[] betas, float eps, float weight_decay, SymInt step, bool bias_correction, "
-    "float grad_scale) -> Tensor",
+    "lamb_moments(Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, *, "
+    "float[] betas, float eps, float weight_decay, SymInt step, bool bias_correction, float grad_scale, "
+    "Tensor? grad_factor) -> Tensor",
     _run_moments,
     _fake_moments,
 )
 _update_operation = _library.register(
-    "lamb_update(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor rates, Tensor(b!)[] masters, "
+    "lamb_update(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor rates, *, Tensor(b!)[] masters, "
     "int[] mastered, float[] betas, float eps, float weight_decay, SymInt step, bool bias_correction) -> ()",
     _run_update,
-    lambda *arguments: None,
 )

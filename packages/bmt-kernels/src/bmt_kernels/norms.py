@@ -141,5 +141,4 @@ def _checked_norm_type(norm_type: float) -> float:
 _operation = _library.register(
     "power_sum(Tensor[] tensors, float norm_type, Tensor(a!) found_inf, Tensor(b!) total) -> ()",
     _add,
-    lambda *arguments: None,
 )

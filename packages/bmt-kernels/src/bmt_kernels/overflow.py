@@ -63,6 +63,4 @@ def _search(tensors: Sequence[Tensor], out: Tensor) -> None:
     increment_version((out,))
 
 
-_operation = _library.register(
-    "has_inf_or_nan(Tensor[] tensors, Tensor(a!) out) -> ()", _search, lambda *arguments: None
-)
+_operation = _library.register("has_inf_or_nan(Tensor[] tensors, Tensor(a!) out) -> ()", _search)
