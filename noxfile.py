@@ -167,9 +167,7 @@ def lint(session: nox.Session) -> None:
 @summarized
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages in place; arguments go to pytest."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
-    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
-    install_ours(session)
+    install_for_tests(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
     run_tests(session, "tests", *arguments)
 
@@ -298,8 +296,7 @@ def tests_alone(session: nox.Session) -> None:
 def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
-    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
+    install_test_needs(session)
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
     run_tests(session, "tests of packages together", *AT_ONCE, *SIZES, *(session.posargs or ["tests"]))
@@ -326,10 +323,7 @@ def optimizers(session: nox.Session) -> None:
 @summarized
 def frameworks(session: nox.Session) -> None:
     """In the loops of Lightning, Fabric, accelerate, Trainer and torchtitan; with layers of torchao; four minutes."""
-    needed = ["lightning", "torchtitan>=0.3", "triton", "torchao"]
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS, *needed)
-    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
-    install_ours(session)
+    install_for_tests(session, "lightning", "torchtitan>=0.3", "triton", "torchao")
     files = [f"tests/test_{name}.py" for name in ("lightning", "torchtitan", "float8", "accelerate", "recipes")]
     run_tests(session, "frameworks", *(session.posargs or files))
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -341,8 +335,7 @@ def frameworks(session: nox.Session) -> None:
 @summarized
 def faults(session: nox.Session) -> None:
     """Every fault of one rank at every point of a training step, over gloo and shared memory; eight minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
-    install_ours(session)
+    install_for_tests(session)
     session.env["BMT_ALL_FAULTS"] = "1"
     run_tests(session, "faults", "-s", "tests/test_faults.py")
 
@@ -351,8 +344,7 @@ def faults(session: nox.Session) -> None:
 @summarized
 def signals(session: nox.Session) -> None:
     """50 runs of the example of which one rank gets SIGTERM or SIGUSR1 at some moment; eight minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
-    install_ours(session)
+    install_for_tests(session)
     session.env["BMT_SIGNALS"] = "50"
     run_tests(session, "signals", "-s", "tests/test_signals.py")
 
@@ -361,8 +353,7 @@ def signals(session: nox.Session) -> None:
 @summarized
 def two_hosts(session: nox.Session) -> None:
     """The example, and the doctor, on two hosts: network namespaces of this machine. One is lost on the way."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
-    install_ours(session)
+    install_for_tests(session)
     run_tests(session, "two hosts", "-s", "tests/test_two_hosts.py")
 
 
@@ -370,8 +361,7 @@ def two_hosts(session: nox.Session) -> None:
 @summarized
 def long(session: nox.Session) -> None:
     """What CI has no time for: lost hosts, killed runs, faults over gloo, same bits, random scripts; 20 minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
-    install_ours(session)
+    install_for_tests(session)
     run_tests(session, "long tests", "-m", "long", "tests", *[f"packages/{name}/tests" for name in PACKAGES])
 
 
@@ -379,9 +369,7 @@ def long(session: nox.Session) -> None:
 @summarized
 def all_ranks(session: nox.Session) -> None:
     """Tests of ranks with all sets of parameters on all numbers of ranks: CI takes some of these pairs; 15 minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
-    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
-    install_ours(session)
+    install_for_tests(session)
     folders = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
     run_tests(session, "all numbers of ranks", *AT_ONCE, "-m", "ranks and not long", *folders)
 
@@ -404,8 +392,7 @@ def oldest(session: nox.Session) -> None:
 @summarized
 def soak(session: nox.Session) -> None:
     """100,000 collectives and 2,000 training steps, after which nothing may have grown; half an hour."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
-    install_ours(session)
+    install_for_tests(session)
     session.env["BMT_SOAK"] = "1"
     run_tests(session, "soak", "tests/test_soak.py")
 
@@ -428,9 +415,7 @@ def nccl_rules(session: nox.Session) -> None:
     device. Arguments are package names.
     """
     names = session.posargs or ["bmt-comm", "bmt-zero", "bmt-tp", "bmt-optim", "bmt-pipe"]
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
-    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
-    install_ours(session)
+    install_for_tests(session)
     arguments = {name: [*AT_ONCE, "tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}
     run_in_packages(
         session,
@@ -648,6 +633,18 @@ def install(session: nox.Session, *requirements: str) -> None:
         # Bytecode is kept, whatever the caller's settings: every rank of every test imports torch.
         session.env.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(session.env_dir / "bytecode"))
         session.install("-c", str(constraints(session)), *dict.fromkeys(requirements), env=uv_settings())
+
+
+def install_test_needs(session: nox.Session, *more: str) -> None:
+    """Install what tests of all packages need, and ``more``."""
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS, *more)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
+
+
+def install_for_tests(session: nox.Session, *more: str) -> None:
+    """Install the packages in place, and what their tests need."""
+    install_test_needs(session, *more)
+    install_ours(session)
 
 
 def constraints(session: nox.Session) -> Path:

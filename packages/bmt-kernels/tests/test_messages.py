@@ -603,7 +603,7 @@ def test_memory_is_given_back_beyond_what_the_process_keeps():
         a.receive(box[:8], 1).wait()
         b.receive(box[:8], 0).wait()
         a.progress()
-    held = sum(512 * os.fstat(member._fd).st_blocks for group in groups for member in group)
+    held = sum(512 * os.fstat(member.handle[1]).st_blocks for group in groups for member in group)
     assert held <= kept + 1_000_000 * 4
 
 

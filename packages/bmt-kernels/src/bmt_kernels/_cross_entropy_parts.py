@@ -218,26 +218,25 @@ def mean_denominator(classes: Classes) -> Tensor:
     return torch.where(counted, weights, 0.0).sum(dtype=torch.float64)
 
 
-def differentiated_once(name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
-    """The gradient that the backward of `name` returns, so that differentiating it again raises.
+def differentiated_once(grad: Tensor, *inputs: Tensor) -> Tensor:
+    """The gradient that the backward of `cross_entropy` returns, so that differentiating it again raises.
 
     Only under ``create_graph=True`` could it be; it would then be taken for a constant and give wrong results.
     """
     if not torch.is_grad_enabled():
         return grad
-    result: Tensor = _DifferentiatedOnce.apply(name, grad, *inputs)
+    result: Tensor = _DifferentiatedOnce.apply(grad, *inputs)
     return result
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise RuntimeError(f"{ctx.name} can be differentiated only once; pass create_graph=False")
+        raise RuntimeError("cross_entropy can be differentiated only once; pass create_graph=False")
 
 
 def _kernels(logits: Tensor) -> _Kernels | None:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -131,6 +132,17 @@ def cuda_kernels(device: torch.device) -> CudaKernels | None:
         return CudaKernels(module, device.index, torch.cuda.current_stream(device).cuda_stream)
     if device.type == "cpu" and _cuda_on_host and cuda_on_host_module is not None:
         return CudaKernels(cuda_on_host_module, 0, 0)
+    return None
+
+
+def kernel(name: str, device: torch.device) -> Callable[..., None] | None:
+    """A function of the module that serves tensors on this device, given all but the first and last arguments, which
+    say how to run it; None if the plain PyTorch functions serve."""
+    if device.type == "cpu" and (cpu := cpu_kernels()) is not None:
+        function = getattr(cpu.module, name)
+        return lambda *arguments: function(cpu.variant, *arguments, torch.get_num_threads())
+    if (cuda := cuda_kernels(device)) is not None:
+        return functools.partial(getattr(cuda.module, name), cuda.device, cuda.stream)
     return None
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bmt_kernels import _native, reference
@@ -110,10 +109,8 @@ def adam8bit_step(
         return
 
     flag = 0 if found_inf is None or device.type == "meta" else found_inf.data_ptr()
-    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        cpu.module.adam8bit_step(cpu.variant, rows, settings, flag, torch.get_num_threads())
-    elif (cuda := _native.cuda_kernels(device)) is not None:
-        cuda.module.adam8bit_step(cuda.device, cuda.stream, rows, settings, flag)
+    if (run := _native.kernel("adam8bit_step", device)) is not None:
+        run(rows, settings, flag)
     else:
         reference.adam8bit_step(
             params,

@@ -204,7 +204,7 @@ class _CrossEntropy(torch.autograd.Function):
         with torch.no_grad():
             classes = Classes(target, weight, *ctx.settings)
             grad = gradient(grads[0], denominator, logits, normalizers, classes, out)
-        return differentiated_once("cross_entropy", grad, logits), None, None, None, None
+        return differentiated_once(grad, logits), None, None, None, None
 
 
 _CLASSES = "Tensor target, Tensor? weight, int first, int size, int ignore_index, float label_smoothing"

@@ -80,9 +80,10 @@ def factored_square_sums(
     and in practice about 1e-7. All CPU variants give the same bits.
     """
     if tracing():
-        return _square_sums_operation(
+        _square_sums_operation(
             list(grads), list(row_sums), list(col_sums), eps=eps, grad_scale=grad_scale, grad_factor=grad_factor
         )
+        return
     eps = _number("eps", eps, 0.0)
     inverse = 1.0 / _number("grad_scale", grad_scale, math.ulp(0.0))
     tensors = FactoredTensors(grads, row_sums=row_sums, col_sums=col_sums)
@@ -90,7 +91,7 @@ def factored_square_sums(
     factor = _check_scalar("grad_factor", grad_factor, device, len(grads))
     rows = tensors.pack(device)
     if not rows:
-        return None
+        return
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.factored_square_sums(cpu.variant, rows, inverse, factor, eps, torch.get_num_threads())
     elif (cuda := _native.cuda_kernels(device)) is not None:
@@ -100,9 +101,8 @@ def factored_square_sums(
         reference.factored_square_sums(
             grads, row_sums, col_sums, eps=eps, grad_scale=grad_scale, grad_factor=grad_factor
         )
-        return None  # PyTorch has counted its own writes
+        return  # PyTorch has counted its own writes
     increment_version((*row_sums, *col_sums))
-    return None
 
 
 def factored_update_square_sum(
@@ -133,9 +133,10 @@ def factored_update_square_sum(
     The relative error of the sums is below 1e-5. All CPU variants give the same bits.
     """
     if tracing():
-        return _update_square_sum_operation(
+        _update_square_sum_operation(
             list(grads), list(row_factors), list(col_factors), out, grad_scale=grad_scale, grad_factor=grad_factor
         )
+        return
     inverse = 1.0 / _number("grad_scale", grad_scale, math.ulp(0.0))
     tensors = FactoredTensors(grads, row_factors=row_factors, col_factors=col_factors, vector=out)
     device = tensors.device()
@@ -145,7 +146,7 @@ def factored_update_square_sum(
         raise ValueError(f"out has strides {out.stride()}; what is written to must be contiguous")
     rows = tensors.pack(device)
     if not rows:
-        return None
+        return
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.factored_update_square_sum(
             cpu.variant, rows, inverse, factor, out.data_ptr(), torch.get_num_threads()
@@ -159,9 +160,8 @@ def factored_update_square_sum(
         reference.factored_update_square_sum(
             grads, row_factors, col_factors, out, grad_scale=grad_scale, grad_factor=grad_factor
         )
-        return None
+        return
     increment_version((out,))
-    return None
 
 
 def factored_residual_square_sums(
@@ -205,7 +205,7 @@ def factored_residual_square_sums(
     Sums are as accurate as those of `factored_square_sums`; the moments have the bits of the reference.
     """
     if tracing():
-        return _residual_square_sums_operation(
+        _residual_square_sums_operation(
             list(grads),
             list(row_factors),
             list(col_factors),
@@ -219,6 +219,7 @@ def factored_residual_square_sums(
             grad_factor=grad_factor,
             found_inf=found_inf,
         )
+        return
     beta1 = _number("beta1", beta1, 0.0, 1.0)
     eps = _number("eps", eps, 0.0)
     inverse = 1.0 / _number("grad_scale", grad_scale, math.ulp(0.0))
@@ -236,13 +237,12 @@ def factored_residual_square_sums(
     check_vector("step_sizes", step_sizes, len(grads), device)
     rows = tensors.pack(device)
     if not rows:
-        return None
+        return
     sizes = step_sizes.contiguous()
+    numbers = (inverse, factor, sizes.data_ptr(), beta1, 1.0 - beta1, eps, flag)
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        numbers = (inverse, factor, sizes.data_ptr(), beta1, 1.0 - beta1, eps, flag)
         cpu.module.factored_residual_square_sums(cpu.variant, rows, *numbers, torch.get_num_threads())
     elif (cuda := _native.cuda_kernels(device)) is not None:
-        numbers = (inverse, factor, sizes.data_ptr(), beta1, 1.0 - beta1, eps, flag)
         workspace = _workspace(cuda.module, rows, device)
         cuda.module.factored_residual_square_sums(cuda.device, cuda.stream, rows, workspace.data_ptr(), *numbers)
     else:
@@ -260,9 +260,8 @@ def factored_residual_square_sums(
             grad_factor=grad_factor,
             found_inf=found_inf,
         )
-        return None
+        return
     increment_version((*exp_avgs, *row_sums, *col_sums))
-    return None
 
 
 def factored_update(
@@ -313,7 +312,7 @@ def factored_update(
     """
     if tracing():
         present, with_master = without_gaps(masters)
-        return _update_operation(
+        _update_operation(
             list(params),
             list(grads),
             list(row_factors),
@@ -328,6 +327,7 @@ def factored_update(
             grad_factor=grad_factor,
             found_inf=found_inf,
         )
+        return
     beta1 = _number("beta1", beta1, 0.0, 1.0)
     inverse = 1.0 / _number("grad_scale", grad_scale, math.ulp(0.0))
     if exp_avgs is None and beta1 != 0.0:
@@ -341,16 +341,12 @@ def factored_update(
         check_vector("decay_factors", decay_factors, len(grads), device)
     rows = tensors.pack(device)
     if not rows:
-        return None
+        return
     sizes = step_sizes.contiguous()
     decays = None if decay_factors is None else decay_factors.contiguous()
     decay = 0 if decays is None else decays.data_ptr()
-    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        numbers = (inverse, factor, sizes.data_ptr(), decay, beta1, 1.0 - beta1, flag)
-        cpu.module.factored_update(cpu.variant, rows, *numbers, torch.get_num_threads())
-    elif (cuda := _native.cuda_kernels(device)) is not None:
-        numbers = (inverse, factor, sizes.data_ptr(), decay, beta1, 1.0 - beta1, flag)
-        cuda.module.factored_update(cuda.device, cuda.stream, rows, *numbers)
+    if (run := _native.kernel("factored_update", device)) is not None:
+        run(rows, inverse, factor, sizes.data_ptr(), decay, beta1, 1.0 - beta1, flag)
     else:
         reference.factored_update(
             params,
@@ -366,11 +362,10 @@ def factored_update(
             grad_factor=grad_factor,
             found_inf=found_inf,
         )
-        return None
+        return
     weights_written(params, masters)
     if exp_avgs is not None:
         increment_version(exp_avgs)
-    return None
 
 
 def _number(name: str, value: float, least: float, below: float = math.inf) -> float:

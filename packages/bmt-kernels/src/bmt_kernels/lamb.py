@@ -183,10 +183,8 @@ def lamb_update(
     rates = rates.contiguous()
     if not rows:
         return
-    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        cpu.module.lamb_update(cpu.variant, rows, settings, rates.data_ptr(), torch.get_num_threads())
-    elif (cuda := _native.cuda_kernels(device)) is not None:
-        cuda.module.lamb_update(cuda.device, cuda.stream, rows, settings, rates.data_ptr())
+    if (run := _native.kernel("lamb_update", device)) is not None:
+        run(rows, settings, rates.data_ptr())
     else:
         reference.lamb_update(
             params,

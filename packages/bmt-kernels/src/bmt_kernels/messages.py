@@ -27,8 +27,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import threading
 import time
 import weakref
@@ -38,7 +36,7 @@ from typing import Any
 from torch import Tensor
 
 from bmt_kernels import _native
-from bmt_kernels.process_memory import CLOSED, TOKEN, Memory, close, open_all
+from bmt_kernels.process_memory import CLOSED, close, open_all, own_memory
 from bmt_kernels.processors import processors
 from bmt_kernels.progress_thread import need_progress
 from bmt_kernels.shared_memory import (
@@ -84,15 +82,8 @@ class SharedMemoryMessages:
         self._stage_bytes = stage_bytes
         self._header_bytes = self._make.header_bytes(len(names))
         self._data_bytes = self._make.data_bytes(len(names), stage_bytes)
-        self._token = secrets.randbits(62)
-        self._fd = os.memfd_create("bmt_kernels")
-        try:
-            os.ftruncate(self._fd, self._header_bytes + self._data_bytes)
-            own = Memory(self._fd, self._data_bytes, header=self._header_bytes)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        own.words[TOKEN // 8] = self._token
+        own, self.handle = own_memory(self._data_bytes, self._header_bytes)
+        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
         self._memories = {rank: own}
         self._native: Any = None
         self._unfinished: dict[int, MessageWork] = {}  # keeps them, and their tensors, alive
@@ -101,12 +92,7 @@ class SharedMemoryMessages:
         self._late: set[int] = set()  # a wait for these ranks has timed out; they are not waited for before a message
         self._stopped = ""
         self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
-        weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
-
-    @property
-    def handle(self) -> tuple[int, int, int]:
-        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
-        return os.getpid(), self._fd, self._token
+        weakref.finalize(self, close, own, *self.handle[:2]).atexit = False
 
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
         """Map the memory of all processes, whose handles are given by rank; returns whether that has worked.

@@ -24,7 +24,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -311,34 +311,24 @@ class _Staged:
             self.rows.append(OffloadRow(*fields))
 
 
-class Queue(Protocol):
-    """Runs functions in order, perhaps later."""
-
-    def run(self, function: Callable[[], None]) -> None: ...
-
-    def record(self) -> Any:
-        """An event after everything so far; ``None``: everything has run already."""
-
-    def wait(self, event: Any) -> None:
-        """Run nothing more before ``event``."""
-
-
 class _Host:
-    """The host, which runs everything at once."""
+    """The host, which runs functions at once."""
 
     def run(self, function: Callable[[], None]) -> None:
         function()
 
     def record(self) -> None:
-        return None
+        """An event after everything so far; ``None``: everything has run already."""
+        return
 
     def wait(self, event: Any) -> None:
+        """Run nothing more before ``event``."""
         if event is not None:
             event.synchronize()
 
 
 class _Stream:
-    """A CUDA stream."""
+    """A CUDA stream, which runs functions later, in order."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -353,6 +343,9 @@ class _Stream:
     def wait(self, event: Any) -> None:
         if event is not None:
             self.stream.wait_event(event)
+
+
+Queue = _Host | _Stream
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -53,10 +53,8 @@ def _search(tensors: Sequence[Tensor], out: Tensor) -> None:
     if rows is None:
         check_data(tensors, device)
         rows = data_table(tensors, device)
-    if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        cpu.module.overflow_check(cpu.variant, rows, out.data_ptr(), torch.get_num_threads())
-    elif rows is not None and (cuda := _native.cuda_kernels(device)) is not None:
-        cuda.module.overflow_check(cuda.device, cuda.stream, rows, out.data_ptr())
+    if rows is not None and (run := _native.kernel("overflow_check", device)) is not None:
+        run(rows, out.data_ptr())
     else:
         reference.has_inf_or_nan(tensors, out)
         return  # PyTorch has counted its own writes

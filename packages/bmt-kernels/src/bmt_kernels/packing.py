@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
     Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.1.
     """
     _check(values, numbers, scales, kind, block)
-    run = _kernel("pack_blocks", values.device)
+    run = _native.kernel("pack_blocks", values.device)
     if run is None:
         reference.pack_blocks(values, numbers, scales, kind=kind, block=block)
     elif values.numel():
@@ -60,7 +58,7 @@ def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, bl
         TypeError, ValueError, RuntimeError: as :func:`pack_blocks`.
     """
     _check(out, numbers, scales, kind, block)
-    run = _kernel("unpack_blocks", out.device)
+    run = _native.kernel("unpack_blocks", out.device)
     if run is None:
         reference.unpack_blocks(numbers, scales, out, kind=kind, block=block, add=add)
     elif out.numel():
@@ -68,16 +66,6 @@ def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, bl
         where = _address("numbers", numbers), _address("scales", scales), block, out.numel()
         run(_address("out", out), _DTYPE_CODES[out.dtype], *where, kind == "float8", add)
         increment_version((out,))
-
-
-def _kernel(name: str, device: torch.device) -> Callable[..., None] | None:
-    """The compiled function, given (values, dtype, numbers, scales, block, numel, float8, ...); None: reference."""
-    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        function = getattr(cpu.module, name)
-        return lambda *arguments: function(cpu.variant, *arguments, torch.get_num_threads())
-    if (cuda := _native.cuda_kernels(device)) is not None:
-        return functools.partial(getattr(cuda.module, name), cuda.device, cuda.stream)
-    return None
 
 
 def _check(values: Tensor, numbers: Tensor, scales: Tensor, kind: Any, block: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
 import select
 import weakref
 from collections.abc import Sequence
@@ -108,6 +109,23 @@ class Process:
         return bool(poll.poll(0))
 
 
+def own_memory(capacity: int, header: int = HEADER) -> tuple[Memory, tuple[int, int, int]]:
+    """New memory of this process, and the handle by which others map it: three integers below 2⁶².
+
+    Raises:
+        OSError: the system does not give such memory.
+    """
+    fd = os.memfd_create("bmt_kernels")
+    try:
+        os.ftruncate(fd, header + capacity)
+        memory = Memory(fd, capacity, header=header)
+    except BaseException:
+        os.close(fd)
+        raise
+    token = memory.words[TOKEN // 8] = secrets.randbits(62)
+    return memory, (os.getpid(), fd, token)
+
+
 def open_all(
     own: Memory, rank: int, handles: Sequence[tuple[int, int, int]], capacity: int, header: int = HEADER
 ) -> dict[int, Memory] | None:
@@ -136,7 +154,7 @@ def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memo
     return memory if memory.words[TOKEN // 8] == token else None
 
 
-def close(own: Memory, fd: int, process: int) -> None:
+def close(own: Memory, process: int, fd: int) -> None:
     """Mark the memory as closed, unless this is a fork of the process."""
     os.close(fd)
     if os.getpid() == process:

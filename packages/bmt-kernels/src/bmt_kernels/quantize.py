@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -181,14 +180,7 @@ def _empty_codes(x: Tensor, block_offset: int) -> tuple[Tensor, Tensor]:
 
 def _kernel(name: str, device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """The compiled function, given (values, dtype, codes, absmax, numel, signed, block_offset); None: reference."""
-    if dtype not in _DTYPE_CODES:
-        return None
-    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        function = getattr(cpu.module, name)
-        return lambda *arguments: function(cpu.variant, *arguments, torch.get_num_threads())
-    if (cuda := _native.cuda_kernels(device)) is not None:
-        return functools.partial(getattr(cuda.module, name), cuda.device, cuda.stream)
-    return None
+    return _native.kernel(name, device) if dtype in _DTYPE_CODES else None
 
 
 def _quantize(x: Tensor, signed: bool, block_offset: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -47,10 +46,9 @@ from bmt_kernels.process_memory import (
     RECEIVED,
     SENT,
     TABLE,
-    TOKEN,
-    Memory,
     close,
     open_all,
+    own_memory,
 )
 from bmt_kernels.processors import processors
 
@@ -132,15 +130,8 @@ class SharedMemoryExchange:
             raise ValueError(f"capacity={capacity} must be a positive number of bytes")
         self.rank, self.names, self.timeout = rank, tuple(names), timeout
         self.capacity = pages(capacity)
-        self._token = secrets.randbits(62)
-        self._fd = os.memfd_create("bmt_kernels")
-        try:
-            os.ftruncate(self._fd, HEADER + self.capacity)
-            own = Memory(self._fd, self.capacity)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        own.words[TOKEN // 8] = self._token
+        own, self.handle = own_memory(self.capacity)
+        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
         self._memories, self._own_address = {rank: own}, own.address
         assert _native.cpu_module is not None
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
@@ -162,7 +153,7 @@ class SharedMemoryExchange:
         # If processes outnumber processors, the other process may need the processor of the one that polls.
         self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
         # Not at exit: others notice the end of a process, and messages may still be sent until then.
-        weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
+        weakref.finalize(self, close, own, *self.handle[:2]).atexit = False
 
     @staticmethod
     def available() -> bool:
@@ -170,11 +161,6 @@ class SharedMemoryExchange:
         module = _native.cpu_module
         needed = [(module, "counter_wait"), (os, "memfd_create"), (os, "pidfd_open"), (mmap, "MADV_REMOVE")]
         return all(hasattr(owner, name) for owner, name in needed)
-
-    @property
-    def handle(self) -> tuple[int, int, int]:
-        """The handle by which other processes map this one's memory: three integers below 2⁶²."""
-        return os.getpid(), self._fd, self._token
 
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
         """Map the memory of all processes, whose handles are given by rank; returns whether that has worked.

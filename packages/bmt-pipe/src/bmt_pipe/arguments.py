@@ -322,13 +322,12 @@ def raise_first(context: ParallelContext, problem: BaseException | None) -> None
         raise problem
 
 
-def any_failed(context: ParallelContext, problem: BaseException | None) -> bool:
-    """Whether any rank of the pipeline has a problem. A collective of one byte."""
-    comm = context.pipe_host
-    failed = torch.zeros(comm.size, dtype=torch.uint8, device="cpu")
+def on_any_stage(context: ParallelContext, flag: bool) -> bool:
+    """Whether any stage of the pipeline has a true ``flag``. A collective of one byte."""
+    result = torch.tensor([flag], dtype=torch.uint8, device="cpu")
     with connected():
-        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8, device="cpu"))
-    return bool(failed.any())
+        context.pipe_host.all_reduce(result, "max")
+    return bool(result)
 
 
 @dataclass
@@ -534,7 +533,7 @@ class Arguments:
             swap = make_room()
         except Exception as error:  # of any kind: the other stages must learn of it
             problem = error
-        if any_failed(self.context, problem):
+        if on_any_stage(self.context, problem is not None):
             raise_first(self.context, problem)
         with connected():
             for on_host, comm in enumerate((self.context.pipe, self.context.pipe_host)):

@@ -30,7 +30,7 @@ from .schedule import Action, Kind, Schedule
 Route = tuple[int, Message]
 """The stage at the other end of a message, and the message."""
 
-BACKWARDS = (Kind.BACKWARD, Kind.INPUT)
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT)
 
 
 class Pass(NamedTuple):
@@ -81,7 +81,7 @@ class Pass(NamedTuple):
         routes: list[Route] = []
         if action.kind is Kind.FORWARD:
             routes = [(at(place - 1), Message("hidden", i, place)) if place else (origin, Message("input", i, 0))]
-        elif action.kind in BACKWARDS:
+        elif action.kind in _BACKWARDS:
             routes = [(origin, _grad(message)) for message in self.outputs(i, place)]
             if place < self.schedule.last:
                 routes.append((at(place + 1), Message("hidden_grad", i, place + 1)))
@@ -96,7 +96,7 @@ class Pass(NamedTuple):
             if place < self.schedule.last:
                 routes.append((at(place + 1), Message("hidden", i, place + 1)))
             routes += [(origin, message) for message in self.outputs(i, place)]
-        elif action.kind in BACKWARDS:
+        elif action.kind in _BACKWARDS:
             if place:
                 routes.append((at(place - 1), Message("hidden_grad", i, place)))
             elif self.input_grads[origin]:

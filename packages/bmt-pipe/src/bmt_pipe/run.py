@@ -29,7 +29,7 @@ from bmt_zero.shard import sharding_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import lasting_gradient_edge
-from .arguments import Arguments, Plan, any_failed, raise_first
+from .arguments import Arguments, Plan, on_any_stage, raise_first
 from .channels import Channels
 from .chunk import (
     AmbientState,
@@ -175,8 +175,8 @@ class Run:
                 with connected():
                     self.recording.exchange_grads_of_losses(self.context)
                 wanted = self.plan.input_grads
-                intermediates = self.plan.return_hidden_states and self._on_any_stage(
-                    any(grad is not None for grad in intermediate_grads)
+                intermediates = self.plan.return_hidden_states and on_any_stage(
+                    self.context, any(grad is not None for grad in intermediate_grads)
                 )
                 self._pass = Pass(self.plan.schedule, False, True, intermediates=intermediates, input_grads=wanted)
                 grads = self._run_pass(self._input_grads, made)
@@ -204,8 +204,10 @@ class Run:
             [losses] = results[Message("loss", self.stage, self.plan.schedule.last)]
             return losses.sum(), self._input_grads(results) if backward else None
 
-        with self.tail.releasing():
+        try:
             loss, grads = self._run_pass(loss_and_grads)
+        finally:
+            self.tail.release()
         self._release()
         return loss, self.arguments.exchange_grads(grads) if backward else []
 
@@ -263,7 +265,7 @@ class Run:
                 if message not in self._channels.sent:
                     self._channels.send_abort(peer, message)
             self._channels.drain()
-        failed = any_failed(self.context, problem)
+        failed = on_any_stage(self.context, problem is not None)
         self._channels.close()  # every stage has received everything by now, if only to drop it
         if failed:
             self.plan.learned = False  # what layers return may have changed: the forms are sent again
@@ -545,13 +547,6 @@ class Run:
             grads = [None if g is None else g[layer, rows] for layer in layers for g in intermediates]
         forms, device = self.plan.forms[message].tensors, self.context.device
         return [form.zeros(device) if g is None else g.contiguous() for form, g in zip(forms, grads, strict=True)]
-
-    def _on_any_stage(self, flag: bool) -> bool:
-        """Whether any stage of the pipeline has a true ``flag``. A collective."""
-        result = torch.tensor([int(flag)], device="cpu")
-        with connected():
-            self.context.pipe_host.all_reduce(result, "max")
-        return bool(result)
 
     def _input_grads(self, results: Mapping[Message, list[Tensor]]) -> list[Tensor | None]:
         """The gradients of the leaves of this rank's hidden states that want one."""

@@ -83,13 +83,9 @@ class Tail:
             if runs:
                 self._leaves[param] = value.detach().requires_grad_(param in self.grads)
 
-    @contextlib.contextmanager
-    def releasing(self) -> Iterator[None]:
-        """Release the unsharded parameters afterwards."""
-        try:
-            yield
-        finally:
-            self._leaves.clear()
+    def release(self) -> None:
+        """Release the unsharded parameters."""
+        self._leaves.clear()
 
     def run(self, micro_batch: int, weight: float, hidden: tuple[Any, ...], args: tuple[Any, ...]) -> list[Tensor]:
         """Compute the loss of a micro-batch, and its gradients. ``weight`` is its share of the batch.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -13,13 +15,9 @@ from bmt_comm import Communicator, Slice
 from .experts import ExpertParallel
 from .matches import LINEAR_STYLES, SHARDING_STYLES, Match
 from .parameters import ShardModule, rank_slice
+from .regions import gather_along, split_along
 from .sequence import sequence_parallel
 from .sharded_modules import (
-    CopyInputs,
-    CopyLastOutputs,
-    DivideInput,
-    GatherOutput,
-    ReduceOutput,
     Settings,
     ShardedColumnLinear,
     ShardedEmbedding,
@@ -27,8 +25,13 @@ from .sharded_modules import (
     ShardedRowLinear,
     SharedHeadLinear,
     SharedInput,
-    SplitOrGatherInput,
     class_with_forward_of,
+    copy_inputs,
+    copy_last_outputs,
+    divide_input,
+    gather_output,
+    reduce_output,
+    reshard_input,
 )
 from .ulysses import UlyssesModule
 
@@ -128,19 +131,21 @@ class PlannedShard:
             if not isinstance(module, ShardModule):
                 module.__class__ = class_with_forward_of(ShardModule, type(module))
         elif kind == "mla_kv_a_proj":
-            module.register_forward_hook(CopyLastOutputs(self.comm, self.last))
+            module.register_forward_hook(partial(copy_last_outputs, self.comm, self.last))
         elif kind == "experts":
-            module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)
-            module.register_forward_hook(ReduceOutput(self.comm))
+            module.register_forward_pre_hook(partial(copy_inputs, self.comm), with_kwargs=True)
+            module.register_forward_hook(partial(reduce_output, self.comm))
         elif kind == "moe_identity_expert":
-            module.register_forward_pre_hook(DivideInput(self.comm.size))
+            module.register_forward_pre_hook(partial(divide_input, self.comm.size))
         elif kind in ("sequence_start", "sequence_gather"):
-            hook = SplitOrGatherInput(self.comm, self.sequence_dim, kind == "sequence_gather")
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+            along: dict[str, Any] = {"dim": self.sequence_dim, "comm": self.comm}
+            gathers = kind == "sequence_gather"
+            reshard = partial(gather_along, **along, partial_grad=True) if gathers else partial(split_along, **along)
+            module.register_forward_pre_hook(partial(reshard_input, reshard), with_kwargs=True)
         elif kind in ("sequence", "sequence_end", "ulysses"):
             sequence_parallel(module, self.comm)
             if kind == "sequence_end":
-                module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
+                module.register_forward_hook(partial(gather_output, self.comm, self.sequence_dim))
             if kind == "ulysses" and self.comm.size > 1:
                 UlyssesModule(self.comm, self.sequence_dim, self.name).register(module)
         elif kind == "expert_parallel":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,89 +213,58 @@ def class_with_forward_of(sharded: type[ShardModule], cls: type[nn.Module]) -> t
     return _classes[sharded, cls]
 
 
-class SplitOrGatherInput:
-    """Before a module: splits its first input along the sequence, or (``gather``) gathers it."""
-
-    def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
-        self.comm, self.dim, self.gather = comm, dim, gather
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._resharded(args[0]), *args[1:]), kwargs
-        for name in (*inspect.signature(module.forward).parameters, *kwargs):  # the first one is the input
-            if isinstance(kwargs.get(name), Tensor):
-                return args, {**kwargs, name: self._resharded(kwargs[name])}
-        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or gathered")
-
-    def _resharded(self, x: Tensor) -> Tensor:
-        if self.gather:
-            return gather_along(x, self.dim, self.comm, partial_grad=True)
-        return split_along(x, self.dim, self.comm)
+# Hooks of modules; functools.partial gives them their first arguments.
 
 
-class CopyInputs:
+def reshard_input(
+    reshard: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Before a module: splits its first input along the sequence, or gathers it, which is what ``reshard`` does."""
+    if args:
+        return (reshard(args[0]), *args[1:]), kwargs
+    for name in (*inspect.signature(module.forward).parameters, *kwargs):  # the first one is the input
+        if isinstance(kwargs.get(name), Tensor):
+            return args, {**kwargs, name: reshard(kwargs[name])}
+    raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or gathered")
+
+
+def copy_inputs(comm: Communicator, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a module that each rank computes a part of: sums the gradients of its floating-point inputs."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map_only(Tensor, self._copied, (args, kwargs))
-
-    def _copied(self, x: Tensor) -> Tensor:
-        return copy_to_ranks(x, self.comm) if x.is_floating_point() else x
+    return tree_map_only(Tensor, lambda x: copy_to_ranks(x, comm) if x.is_floating_point() else x, (args, kwargs))
 
 
-class DivideInput:
+def divide_input(ranks: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
     """Before a module that returns its input: divides the input, because the ranks' outputs are summed."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (args[0] / self.ranks, *args[1:])
+    return (args[0] / ranks, *args[1:])
 
 
-class CopyLastOutputs:
-    """After a replicated module: sums the gradients of its last outputs, which are partial on each rank."""
-
-    def __init__(self, comm: Communicator, last: int) -> None:
-        self.comm, self.last = comm, last
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        first, last = output.split([output.shape[-1] - self.last, self.last], -1)
-        return torch.cat([first, copy_to_ranks(last, self.comm)], -1)
+def copy_last_outputs(
+    comm: Communicator, count: int, module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """After a replicated module: sums the gradients of its last ``count`` outputs, which are partial on each rank."""
+    first, last = output.split([output.shape[-1] - count, count], -1)
+    return torch.cat([first, copy_to_ranks(last, comm)], -1)
 
 
-class ReduceOutput:
+def reduce_output(comm: Communicator, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """After a module that each rank computes a part of: sums the ranks' outputs."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return reduce_from_ranks(output, self.comm)
-        if not isinstance(output, tuple) or any(isinstance(x, Tensor) and x.requires_grad for x in output[1:]):
-            raise TypeError(
-                f"{type(module).__name__}, which the plan has as 'experts', returned a {type(output).__name__}: its "
-                f"forward returns what the ranks sum, or a tuple whose other tensors are without gradients"
-            )
-        reduced = reduce_from_ranks(output[0], self.comm)
-        if hasattr(output, "_replace"):  # a named tuple
-            return output._replace(**{output._fields[0]: reduced})  # type: ignore[attr-defined]
-        return (reduced, *output[1:])
+    if isinstance(output, Tensor):
+        return reduce_from_ranks(output, comm)
+    if not isinstance(output, tuple) or any(isinstance(x, Tensor) and x.requires_grad for x in output[1:]):
+        raise TypeError(
+            f"{type(module).__name__}, which the plan has as 'experts', returned a {type(output).__name__}: its "
+            f"forward returns what the ranks sum, or a tuple whose other tensors are without gradients"
+        )
+    reduced = reduce_from_ranks(output[0], comm)
+    if hasattr(output, "_replace"):  # a named tuple
+        return output._replace(**{output._fields[0]: reduced})  # type: ignore[attr-defined]
+    return (reduced, *output[1:])
 
 
-class GatherOutput:
+def gather_output(comm: Communicator, dim: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """After a module: gathers its output along the sequence."""
-
-    def __init__(self, comm: Communicator, dim: int) -> None:
-        self.comm, self.dim = comm, dim
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (gather_along(output[0], self.dim, self.comm), *output[1:])
-        if not isinstance(output, Tensor):
-            raise TypeError(f"{type(module).__name__}, a 'sequence_end', returned no tensor or tuple")
-        return gather_along(output, self.dim, self.comm)
+    if isinstance(output, tuple):
+        return (gather_along(output[0], dim, comm), *output[1:])
+    if not isinstance(output, Tensor):
+        raise TypeError(f"{type(module).__name__}, a 'sequence_end', returned no tensor or tuple")
+    return gather_along(output, dim, comm)
