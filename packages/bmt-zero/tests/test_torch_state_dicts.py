@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from bmt_comm import Communicator, all_gather, current_context
-from bmt_zero import Block, DistributedModule, DistributedParameter, TransformerBlockList, fully_shard
+from bmt_zero import Block, Checkpointer, DistributedModule, DistributedParameter, TransformerBlockList, fully_shard
 
 LAYOUTS = [0, 1, 2, 3, "hybrid", "fully_shard"]
 adamw = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -182,6 +182,30 @@ def test_of_optimizers_from_rank_0(ctx, layout):
     set_model_state_dict(other, state[0], options=rank_0)
     set_optimizer_state_dict(other, other_optimizer, state[1], options=rank_0)
     assert_equal(list(get_state_dict(other, other_optimizer, options=full)), list(state))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [1, 3])
+def test_of_an_optimizer_with_the_state_of_a_checkpoint_before_its_first_step(ctx, tmp_path, layout):
+    model = sharded(layout)
+    optimizer = adamw(model.parameters())
+    run(model, optimizer, 2, range(2))
+    expected = copy.deepcopy(optimizer.state_dict())
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(2, model=model, optimizer=optimizer)
+    other = sharded(layout, seed=9)
+    loaded = adamw(other.parameters())
+    checkpointer.load(2, model=other, optimizer=loaded)
+    assert_equal(loaded.state_dict(), expected)
+    # And a state dict that was loaded before the first step goes into a checkpoint, and is replaced from one.
+    loaded = adamw(other.parameters())
+    loaded.load_state_dict(expected)
+    checkpointer.save(3, model=other, optimizer=loaded)
+    checkpointer.load(3, model=other, optimizer=loaded)
+    run(model, optimizer, 2, range(2, 4))
+    run(other, loaded, 2, range(2, 4))
+    assert_equal(loaded.state_dict(), optimizer.state_dict())
+    assert_equal(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.ranks(4)

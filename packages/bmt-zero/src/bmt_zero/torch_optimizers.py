@@ -8,8 +8,9 @@ Element-wise optimizers compute with this rank's rows. Optimizers that need logi
     work for any number of ranks, and ``torch.distributed.checkpoint`` can save them. All ranks must call
     ``state_dict()``.
 
-    The hooks for this are registered with an optimizer before its first step. States that were loaded earlier are
-    replaced by their rows then. Optimizers with their own ``state_dict`` (bmt_optim's) get no hooks.
+    The hooks for this are registered with an optimizer before its first step, or before a checkpoint reads or writes
+    its states. States that were loaded earlier are replaced by their rows then. Optimizers with their own
+    ``state_dict`` (bmt_optim's) get no hooks.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """A hook before each step of any optimizer."""
+    keep_rows(optimizer)
+
+
+def keep_rows(optimizer: Optimizer) -> None:
+    """Let the states of an optimizer be those of this rank's rows; see [Note: states of torch's optimizers]."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     seen = optimizer.__dict__.get(_SEEN)
     if seen == count:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bmt_comm import StateRecord
 from bmt_zero.state import refuse_fsdp1, stage_entries, versions_of, without_wrapper
+from bmt_zero.torch_optimizers import keep_rows
 
 from .contents import (
     Content,
@@ -69,6 +71,9 @@ class Objects:
             self.optimizers = list(self.manager.optimizers)
         if self.optimizers and self.model is None:
             raise ValueError("an optimizer's state is saved by the names of the model's parameters; pass model=, too")
+        for each in self.optimizers:
+            if isinstance(each, Optimizer):
+                keep_rows(each)
         for name, each in self.others.items():
             if name in _RESERVED or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name):
                 raise ValueError(f"{name!r} cannot be the name of an object in a checkpoint; choose another one")
