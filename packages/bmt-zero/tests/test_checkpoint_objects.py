@@ -19,7 +19,9 @@ from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import checkpointer as checkpointer_module
 from bmt_zero.checkpoints import trainer_state
 from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.contents import adopt_records, make_state
 from bmt_zero.checkpoints.directory import complete_checkpoints
+from bmt_zero.checkpoints.headers import Entry
 from bmt_zero.checkpoints.manifest import Manifest
 
 
@@ -263,6 +265,26 @@ def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, ki
     with pytest.raises(ValueError, match=r"float32|F32"):
         checkpointer.load(1, model=other, optimizer=its_optimizer)
     assert all(torch.equal(actual[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "devices"),
+    [
+        ("AdamW", {}, {"step": "cpu"}),
+        ("AdamW", {"capturable": True}, {"step": "meta"}),
+        ("NAdam", {"capturable": True}, {"step": "meta", "mu_product": "meta"}),
+        ("ASGD", {}, {"step": "cpu", "eta": "meta", "mu": "meta"}),
+    ],
+)
+def test_numbers_of_optimizers_of_torch_are_on_the_device_that_reads_them(
+    kind: str, options: dict[str, Any], devices: dict[str, str]
+) -> None:
+    """As after torch's ``load_state_dict``. The meta device stands for one that is not the host."""
+    param = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = getattr(torch.optim, kind)([param], **options)
+    saved = {f"weight.{key}": Entry(f"weight.{key}", "F32", ()) for key in devices}
+    adopt_records(optimizer, [], make_state(optimizer, {param: "weight"}, saved))
+    assert {key: value.device.type for key, value in optimizer.state[param].items()} == devices
 
 
 @pytest.mark.ranks(2)

@@ -183,7 +183,10 @@ def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
 
 
 def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -> None:
-    """Let an optimizer use the values that were written into its records and into the state that was made for it."""
+    """Let an optimizer use the values that were written into its records and into the state that was made for it.
+
+    Its options must be the loaded ones: torch's fused and capturable optimizers read the steps on the device.
+    """
     for param, state in made.items():
         optimizer.state[param].update(state)
     if hasattr(optimizer, "adopt_state_records"):
@@ -193,6 +196,11 @@ def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -
         value = optimizer.state[record.param][record.key]
         if not isinstance(value, Tensor):
             optimizer.state[record.param][record.key] = type(value)(record.tensor.item())
+    for group in optimizer.param_groups:
+        for param in group["params"] if group.get("fused") or group.get("capturable") else ():
+            step = optimizer.state.get(param, {}).get("step")
+            if isinstance(step, Tensor):
+                optimizer.state[param]["step"] = step.to(param.device, torch.float32)
 
 
 def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> State:
@@ -220,8 +228,8 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                     if dtype.is_floating_point and param.is_floating_point():
                         dtype = param.dtype  # as torch's optimizers do; check_fit reports another one in the file
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-                elif not entry.shape:
-                    state[key] = torch.zeros((), dtype=dtype, device="cpu")
+                elif not entry.shape:  # where torch's load_state_dict has it, which adopt_records does for steps
+                    state[key] = torch.zeros((), dtype=dtype, device="cpu" if key == "step" else param.device)
                 else:
                     raise ValueError(
                         f"{entry} is neither a number nor like the parameter of shape {shape}; it was saved by another "

@@ -128,9 +128,9 @@ class Loading:
             set_extra_states(self._given.model, self._extra)
         self._removed = []
         mark_loaded(self._contents.get("model", ()))
-        self._given.adopt_records()
         if self._settings is not None:
             self._settings.apply()
+        self._given.adopt_records()
         for name, state in self._states.items():
             self._given.others[name].load_state_dict(state)
         if self._random is not None:

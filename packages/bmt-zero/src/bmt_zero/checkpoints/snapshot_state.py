@@ -85,9 +85,9 @@ def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequen
         if given.model is not None:
             set_extra_states(given.model, decode(described["extra"], _WHAT))
         mark_loaded(sections["model"])
-        given.adopt_records()
         if settings is not None:
             settings.apply()
+        given.adopt_records()
         for name, each in given.others.items():
             each.load_state_dict(decode(described["objects"][name], _WHAT))
         trainer_state.set_random_state(decode(described["random"], _WHAT))
