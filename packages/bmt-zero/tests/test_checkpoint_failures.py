@@ -57,6 +57,28 @@ def test_a_state_that_one_rank_refuses_is_an_error_on_all(ctx: Any, tmp_path: Pa
     assert data.value == ctx.rank
 
 
+class Absent(FileNotFoundError):
+    pass
+
+
+class Raising(Position):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.value is not None:
+            raise self.value
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_a_state_misses_on_one_rank_is_an_error_on_all(ctx: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", timeout=5)
+    checkpointer.save(1, model=sharded(), data=Position(None))
+    for others, kind in ((None, FileNotFoundError), (ValueError("other"), ValueError), (OSError("other"), OSError)):
+        error = Absent("no data") if ctx.rank else others
+        with pytest.raises(kind, match="no data" if others is None else "other") as raised:
+            checkpointer.load_latest(model=sharded(2), data=Raising(error))
+        assert others is None or not isinstance(raised.value, FileNotFoundError)
+    assert checkpointer.load_latest(model=sharded(2), data=Raising(None)) == 1
+
+
 @pytest.mark.ranks(2)
 def test_a_step_that_is_none_is_refused_on_every_rank(ctx: Any, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c", timeout=5)

@@ -355,8 +355,8 @@ class Checkpointer:
     def _together(self, call: Callable[[], None]) -> None:
         """Call on every rank. If the call raises on any rank, raise on every rank.
 
-        A rank raises its own error. If DamagedError is the only kind of error on all ranks, every rank raises
-        DamagedError, so that all of them continue with the previous checkpoint.
+        A rank raises its own error, except for a DamagedError or a FileNotFoundError: every rank raises it if all
+        errors are of this kind, and otherwise no rank does. load_latest then continues on all ranks or on none.
         """
         problem: Exception | None = None
         try:
@@ -366,14 +366,15 @@ class Checkpointer:
         everyone = self._comm.all_gather_json(None if problem is None else [_kind(problem), str(problem)])
         kinds = {kind.__name__: kind for kind in (DamagedError, TypeError, FileNotFoundError, OSError)}
         problems = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
-        # Other errors first: after a DamagedError, load_latest would try the previous checkpoint.
-        problems.sort(key=lambda item: item[1][0] == "DamagedError")
+        # Other errors first: after these, load_latest may try the previous checkpoint.
+        of_files = ("FileNotFoundError", "DamagedError")
+        problems.sort(key=lambda item: (item[1][0] in of_files, item[1][0] == "DamagedError"))
         if not problems:
             return
         rank, (kind, text) = problems[0]
         where = "" if self._comm.size == 1 or rank == self._comm.rank else f"rank {rank}: "
         try:
-            if problem is not None and not isinstance(problem, DamagedError):
+            if problem is not None and (kind == _kind(problem) or _kind(problem) not in of_files):
                 raise problem
             if kind not in kinds and kind != "ValueError":
                 raise RuntimeError(f"{where}{kind}: {text}") from problem
@@ -383,9 +384,11 @@ class Checkpointer:
 
 
 def _kind(error: Exception) -> str:
-    """The name of an error's class. It is ``OSError`` for all subclasses but FileNotFoundError."""
-    is_of_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    return "OSError" if is_of_system else type(error).__name__
+    """The name of an error's class. It is ``FileNotFoundError`` or ``OSError`` for their subclasses."""
+    for kind in (FileNotFoundError, OSError):
+        if isinstance(error, kind):
+            return kind.__name__
+    return type(error).__name__
 
 
 def checked_step(step: Any) -> int:
