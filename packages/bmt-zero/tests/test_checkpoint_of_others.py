@@ -104,6 +104,29 @@ def test_tensors_made_of_others(ctx: ParallelContext, tmp_path: Path) -> None:
             checkpointer.load_latest(model=model)
 
 
+def every_second(values: Tensor) -> nn.Module:
+    """A module with the first of every second value: one element, whose stride is 2."""
+    module = nn.Module()
+    module.weight = nn.Parameter(values[::2][:1])
+    module.register_buffer("first", values[::2][:1])
+    return module
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "steps"])
+def test_one_element_of_any_stride(ctx: ParallelContext, tmp_path: Path, name: str) -> None:
+    model, other = every_second(torch.ones(4)), every_second(torch.zeros(4))
+    state = {"first": model.first}
+    if name == "steps":
+        with closing(Checkpointer(tmp_path)) as checkpointer:
+            checkpointer.save(1, model=model, others=nn.ParameterDict(state))
+            checkpointer.load(1, model=other)
+    else:
+        bmt_zero.save(model, tmp_path / name)
+        bmt_zero.load(other, tmp_path / name)
+    assert float(other.weight.detach()) == float(other.first) == 1
+
+
 @pytest.mark.ranks(2)
 def test_zeros_for_a_module_with_code_of_its_own(ctx: ParallelContext, tmp_path: Path) -> None:
     source = plain(norm=True)

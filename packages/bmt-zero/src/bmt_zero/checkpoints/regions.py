@@ -168,4 +168,7 @@ def unpack(window: Tensor, origin: int, packed: Tensor, regions: Iterable[Region
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as uint8, 1-D, on the same memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 1:  # its stride may be any number
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
