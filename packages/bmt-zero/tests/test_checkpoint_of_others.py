@@ -127,6 +127,41 @@ def test_one_element_of_any_stride(ctx: ParallelContext, tmp_path: Path, name: s
     assert float(other.weight.detach()) == float(other.first) == 1
 
 
+class Conjugates(nn.Module):
+    """Its buffers are tensors that torch conjugates and negates when they are read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        values = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("values", values)
+        self.register_buffer("conjugate", values.conj())  # in the same memory
+        self.register_buffer("other", values.clone().conj())
+        self.register_buffer("negative", values[:1, :1].clone().conj().imag)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "steps", "memory"])
+def test_conjugated_and_negated_tensors(ctx: ParallelContext, tmp_path: Path, name: str) -> None:
+    expected = {key: value.clone() for key, value in Conjugates(0).state_dict().items()}
+    model = Conjugates(0)
+    if name == "memory":
+        with closing(MemorySnapshots()) as snapshots:
+            snapshots.take(1, model=model)
+            for buffer in model.buffers():
+                buffer.zero_()
+            snapshots.restore(model=model)
+    elif name == "steps":
+        with closing(Checkpointer(tmp_path)) as checkpointer:
+            checkpointer.save(1, model=model)
+            model = Conjugates(1)
+            checkpointer.load_latest(model=model)
+    else:
+        bmt_zero.save(model, tmp_path / name)
+        model = Conjugates(1)
+        bmt_zero.load(model, tmp_path / name)
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
 @pytest.mark.ranks(2)
 def test_zeros_for_a_module_with_code_of_its_own(ctx: ParallelContext, tmp_path: Path) -> None:
     source = plain(norm=True)

@@ -144,7 +144,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterator[tuple[str, list[Tensor]]]:
     """The bytes of each tensor: under its first name, and under all of them where the file has no ties."""
     for names, tensor in tensors:
-        content = flat_bytes(tensor.detach().cpu().contiguous())
+        content = flat_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
         for name in names if path.suffix == ".safetensors" else names[:1]:
             yield name, [content]
 

@@ -120,8 +120,6 @@ def _content(name: str, value: Tensor) -> Content:
     where = slice_of(value)
     is_param = isinstance(value, nn.Parameter) or hasattr(value, "bmt_slice") or hasattr(value, "placements")
     tensor = local_tensor(value).detach() if not isinstance(value, ShardedParameter) else value.to_local()
-    if tensor.is_complex() and tensor.is_conj():
-        tensor = tensor.resolve_conj()
     entry = Entry(name, dtype_name(tensor.dtype, name), where.shape)
     return Content(entry, where, tensor, is_single=not is_param, owner=value)
 
@@ -268,6 +266,7 @@ def distinct_tensors(contents: Iterable[Content]) -> tuple[list[Tensor], list[in
     for content in contents:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        key = (*key, tensor.is_conj(), tensor.is_neg())
         if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
             key = (id(tensor if content.owner is None else content.owner),)
         if key not in known:

@@ -118,7 +118,7 @@ class Target:
         self._tensor = content.tensor.detach()
         self._in_place = self._dtype == self._tensor.dtype and self._tensor.device.type == "cpu"
         self._written = self._tensor
-        if not self._tensor.is_contiguous():
+        if not self._tensor.is_contiguous() or self._tensor.is_conj() or self._tensor.is_neg():
             self._written = torch.empty_like(self._tensor, memory_format=torch.contiguous_format)
 
     def chunks(self) -> Iterator[Region]:
