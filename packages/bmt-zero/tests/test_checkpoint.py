@@ -580,6 +580,14 @@ def test_symbolic_links_stay_and_devices_are_no_files(ctx: Any, tmp_path: Path) 
     bmt_zero.save(sharded(), tmp_path / "link.pt")
     assert (tmp_path / "link.pt").is_symlink()
     same(torch.load(tmp_path / "folder" / "target.pt", weights_only=True), plain().state_dict())
+    if ctx.rank == 0:
+        (tmp_path / "link.safetensors").symlink_to("folder/blob")  # as in the cache of Hugging Face's hub
+    ctx.world.barrier()
+    bmt_zero.save(sharded(), tmp_path / "link.safetensors")
+    assert (tmp_path / "folder" / "blob").is_file()
+    model = sharded(2)
+    bmt_zero.load(model, tmp_path / "link.safetensors")
+    same(model.state_dict(), plain().state_dict())
     with pytest.raises(RuntimeError, match="/dev/null: it is no regular file"):
         bmt_zero.save(sharded(), "/dev/null")
     assert not Path("/dev/null").is_file()

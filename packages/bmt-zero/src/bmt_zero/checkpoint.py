@@ -78,7 +78,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     """
     model = without_wrapper(model)
     context = current_context()
-    path = Path(file_name)
+    path = target = Path(file_name)
     has_code = _has_own_code(model, context, loading=False)
     note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
@@ -90,15 +90,15 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     files: list[WeightFile] = []
 
     def prepare() -> None:
-        nonlocal path
-        path = Path(os.path.realpath(path))  # a symbolic link stays one
-        _check_target(path)
+        nonlocal target
+        target = Path(os.path.realpath(path))  # a symbolic link stays one, and its name gives the format
+        _check_target(target)
         kinds = {i: Placeholder(n[0], shape_of(entries[n[0]]) or (), dtype_of(entries[n[0]])) for i, n in names.items()}
         state = {n: others[n] if n in others else kinds[id(v)] for n, v in entries.items()}
         files.append(weight_file(path, with_versions(state, versions_of(entries))))
 
     def write(values: Iterable[tuple[list[str], Tensor]]) -> None:
-        write_weights(files[0], path, _by_name(values, path))
+        write_weights(files[0], target, _by_name(values, path))
 
     _on_rank0(context, path, prepare)
     tensors = (  # every rank takes part
