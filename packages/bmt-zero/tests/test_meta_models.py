@@ -11,7 +11,7 @@ from saving_helpers import Doubling
 from torch import nn
 
 import bmt_zero
-from bmt_zero import Checkpointer
+from bmt_zero import Checkpointer, MemorySnapshots, SaveError
 
 
 class Net(nn.Module):
@@ -119,3 +119,23 @@ def test_a_sharded_model_gets_values_from_a_checkpointer(ctx: Any, tmp_path: Pat
     assert checkpointer.load_latest(model=model) == 1
     for name, value in layers("cpu").state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
+
+
+@pytest.mark.ranks(2)
+def test_values_that_a_script_has_written_are_saved(ctx: Any, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(5, 4)
+    model = bmt_zero.Block(layer)
+    checkpointer, snapshots = Checkpointer(tmp_path / "c"), MemorySnapshots()
+    with pytest.raises(ValueError, match="'weight' has no values yet"):
+        checkpointer.save(1, model=model)
+    with pytest.raises(SaveError, match="'weight' has no values yet"):
+        checkpointer.wait()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2)
+    checkpointer.save(1, model=model)
+    snapshots.take(1, model=model)
+    restored = bmt_zero.Block(nn.Linear(5, 4))
+    checkpointer.load(1, model=restored)
+    assert restored.weight.full_tensor().equal(torch.full((4, 5), 2.0))

@@ -84,5 +84,5 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
 
 def check_has_values(content: Content) -> None:
     """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
-    if content.tensor.is_meta or getattr(content.owner, "awaits_values", False):
+    if content.tensor.is_meta or getattr(content.owner, "is_unfilled", False):
         raise ValueError(f"{content.entry.name!r} has no values yet; load or initialise the model before saving it")
