@@ -9,7 +9,7 @@ from block_helpers import rows_of, seeded, space
 from test_block_list import Counted
 from torch import nn
 
-from bmt_comm import local_rows, slice_of
+from bmt_comm import DisagreementError, local_rows, slice_of
 from bmt_zero import Block, DistributedModule, DistributedParameter, MixedPrecision
 
 
@@ -96,6 +96,27 @@ def test_a_distributed_module_becomes_part_of_a_block(ctx):
         param = dict(block.named_parameters())["weight"]
         torch.testing.assert_close(local_rows(param.grad), rows_of(weight.grad, param))
         assert space(block) == 0
+
+
+@pytest.mark.ranks(2)
+def test_values_written_into_a_parameter_of_the_meta_device_go_into_a_block(ctx):
+    def layer():
+        module = DistributedModule()
+        module.weight = DistributedParameter(torch.empty(5, 3, device="meta"))
+        return module
+
+    block = Block(layer())
+    assert block.weight.is_unfilled
+    module = layer()
+    with torch.no_grad():
+        module.weight.fill_(2)
+    assert torch.equal(Block(module).weight.full_tensor(), torch.full((5, 3), 2.0))
+    module = layer()
+    if ctx.rank:
+        with torch.no_grad():
+            module.weight.fill_(2)
+    with pytest.raises(DisagreementError, match="on meta"):
+        Block(module)
 
 
 @pytest.mark.ranks(2)

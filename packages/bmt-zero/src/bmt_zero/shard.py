@@ -426,7 +426,7 @@ def check_compression(options: Options, context: ParallelContext, slots: Sequenc
 
 def parameter_fact(name: str, param: nn.Parameter, precision: MixedPrecision) -> str:
     """A description of a parameter, which must be the same on all ranks before it is sharded."""
-    meta = " on meta" if param.is_meta else ""
+    meta = " on meta" if param.is_meta or getattr(param, "is_unfilled", False) else ""
     granules = f" granularity={rows}" if (rows := granularity_of(param)) > 1 else ""
     travels = f" as {dtype}" if (dtype := float8_dtype(param)) else ""
     computed = "" if precision.of(param).param_dtype == precision.param_dtype else " computed as stored"
@@ -493,7 +493,7 @@ def values_of(
     """A parameter's values before it is sharded: rank 0's, or None if it has none yet."""
     with torch.no_grad():
         if isinstance(param, ShardedParameter):
-            if param.awaits_values:
+            if param.is_unfilled:
                 return None
             handle: GroupHandle = param.handle
             values = handle.unshard_stored()
