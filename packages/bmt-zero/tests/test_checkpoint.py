@@ -572,6 +572,28 @@ def test_a_rank_holds_one_unsharded_parameter(ctx: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_tensors_without_values_or_memory_of_their_own_are_named(ctx: Any, tmp_path: Path, name: str) -> None:
+    for table, message in [
+        (torch.eye(3).to_sparse(), "'table' is no dense tensor, but a torch.sparse_coo one"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "'table' is no dense tensor, but a quantized"),
+        (torch.empty(3, device="meta"), "'table' has no values yet"),
+    ]:
+        model = sharded()
+        model.register_buffer("table", table)
+        with pytest.raises(ValueError, match=message):
+            bmt_zero.save(model, tmp_path / name)
+    for kind in (nn.Linear, Doubling):
+        with torch.device("meta"):
+            layer = kind(3, 3)
+        model = bmt_zero.Block(layer)
+        with pytest.raises(ValueError, match="'weight' has no values yet; load or initialise"):
+            bmt_zero.save(model, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.ranks(2)
 def test_symbolic_links_stay_and_devices_are_no_files(ctx: Any, tmp_path: Path) -> None:
     if ctx.rank == 0:
         (tmp_path / "folder").mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bmt_comm import (
     tp_shard_of,
 )
 
+from .checkpoints.contents import check_dense, check_has_values
 from .checkpoints.headers import NAMES, Entry
 from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory
 from .checkpoints.rank0_source import Rank0Source
@@ -72,7 +73,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         ranks other than 0.
 
     Raises:
-        ValueError: the model has entries that are not tensors, which safetensors cannot hold.
+        ValueError: on every rank: a tensor has no values yet, or is not dense; the model has entries that are not
+            tensors, which safetensors cannot hold.
         RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
             background is the future's exception, and logged).
     """
@@ -83,6 +85,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
     entries = with_tp_parameters(model.state_dict(), model) if has_code else local_entries(model)
+    _check_values(entries, model, context)
     names: dict[int, list[str]] = {}  # of each value, by its identity
     for name, value in entries.items():
         names.setdefault(id(value), []).append(name)
@@ -120,6 +123,21 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         _on_rank0(context, path, lambda: write(tensors), tensors)
     done.set_result(None)
     return done
+
+
+def _check_values(entries: Mapping[str, Any], model: nn.Module, context: ParallelContext) -> None:
+    """Raise ValueError on every rank if the tensor of an entry cannot be saved."""
+    params = {n: p for n, p in model.named_parameters() if n in entries and isinstance(p, ShardedParameter)}
+    problem: Exception | None = None
+    try:
+        for name, entry in {**entries, **params}.items():  # entries may be unsharded copies of the parameters
+            value = entry.value if isinstance(entry, StageEntry) else entry
+            if isinstance(value, Tensor):
+                check_has_values(name, value)
+                check_dense(name, value)
+    except ValueError as error:
+        problem = error
+    raise_on_all(context.world, problem)
 
 
 def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], tensors: Iterable[Any] = ()) -> None:

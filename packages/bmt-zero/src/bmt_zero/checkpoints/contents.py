@@ -86,6 +86,19 @@ def without_memory(name: str) -> ValueError:
     )
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a tensor is dense numbers in memory, as a file holds them."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized or nested" if tensor.layout is torch.strided else str(tensor.layout)
+        raise ValueError(f"{name!r} is no dense tensor, but a {kind} one; it cannot be saved")
+
+
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
+    if tensor.is_meta or getattr(tensor, "is_unfilled", False):
+        raise ValueError(f"{name!r} has no values yet; load or initialise the model before saving it")
+
+
 def mark_loaded(contents: Iterable[Content]) -> None:
     """Note that parameters have received their values."""
     for content in contents:
@@ -115,8 +128,7 @@ def has_own_code(model: nn.Module) -> bool:
 
 
 def _content(name: str, value: Tensor) -> Content:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise ValueError(f"{name!r} is no dense tensor, but one of {value.layout}; it cannot be saved")
+    check_dense(name, value)
     where = slice_of(value)
     is_param = isinstance(value, nn.Parameter) or hasattr(value, "bmt_slice") or hasattr(value, "placements")
     tensor = local_tensor(value).detach() if not isinstance(value, ShardedParameter) else value.to_local()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import trainer_state
-from .contents import Content, distinct_tensors, extra_states
+from .contents import check_has_values, distinct_tensors, extra_states
 from .job import HeldTensor, Job
 from .memory import Snapshot
 from .objects import Objects
@@ -37,7 +37,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
-        check_has_values(content)
+        check_has_values(content.entry.name, content.tensor if content.owner is None else content.owner)
     tensors, indices = distinct_tensors(content for _, content in contents)
     copies = snapshot.take([tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
     for (section, content), index in zip(contents, indices):
@@ -80,9 +80,3 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     if rank == 0:
         job.common_files.update(given.pretrained_files())
     job.common_files[trainer_state.FILE] = json.dumps(trainer, indent=1).encode()
-
-
-def check_has_values(content: Content) -> None:
-    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
-    if content.tensor.is_meta or getattr(content.owner, "is_unfilled", False):
-        raise ValueError(f"{content.entry.name!r} has no values yet; load or initialise the model before saving it")

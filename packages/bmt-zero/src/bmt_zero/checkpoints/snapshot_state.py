@@ -13,6 +13,7 @@ from bmt_comm import StateRecord
 from . import trainer_state
 from .contents import (
     Content,
+    check_has_values,
     contents_of_optimizer,
     distinct_tensors,
     extra_states,
@@ -23,7 +24,6 @@ from .contents import (
 )
 from .headers import Entry
 from .objects import Objects
-from .saving import check_has_values
 from .trees import decode, encode
 
 _WHAT = "the snapshot"
@@ -38,7 +38,7 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [content for held in sections.values() for content in held]
     for content in contents:
-        check_has_values(content)
+        check_has_values(content.entry.name, content.tensor if content.owner is None else content.owner)
     described = {
         "sections": {section: _entries(held) for section, held in sections.items()},
         "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
