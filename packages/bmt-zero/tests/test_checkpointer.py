@@ -277,6 +277,9 @@ def test_columns_that_ranks_exchange_take_little_memory_beside_the_copy(ctx: Any
 
 @pytest.mark.ranks(2)
 def test_wrong_calls_are_named_on_every_rank(ctx: Any, tmp_path: Path) -> None:
+    for keep in (2.5, "3"):
+        with pytest.raises(TypeError, match=f"keep={keep!r} must be a whole number"):
+            Checkpointer(tmp_path / "c", keep=keep)  # type: ignore[arg-type]
     checkpointer = Checkpointer(tmp_path / "c")
     model = sharded()
     for error, message, call in [

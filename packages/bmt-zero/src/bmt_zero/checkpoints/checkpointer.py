@@ -81,10 +81,13 @@ class Checkpointer:
         readonly: bool = False,
         max_file_size: int = MAX_FILE_SIZE,
     ) -> None:
+        try:
+            keep = None if keep is None else operator.index(keep)
+        except TypeError:
+            raise TypeError(f"keep={keep!r} must be a whole number, or None to keep all checkpoints") from None
         for name, value in (("keep", keep), ("timeout", timeout), ("max_file_size", max_file_size)):
             if value is not None and not value >= 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
-        keep = None if keep is None else operator.index(keep)
         self.directory = Path(os.path.abspath(directory))
         self.keep = keep
         self.readonly = readonly
