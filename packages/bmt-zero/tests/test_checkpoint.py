@@ -588,9 +588,15 @@ def test_tensors_without_values_or_memory_of_their_own_are_named(ctx: Any, tmp_p
         with torch.device("meta"):
             layer = kind(3, 3)
         model = bmt_zero.Block(layer)
-        with pytest.raises(ValueError, match="'weight' has no values yet; load or initialise"):
+        with pytest.raises(RuntimeError, match=r"nothing has filled them: \['weight', 'bias'\]; call init_parameters"):
             bmt_zero.save(model, tmp_path / name)
     assert not (tmp_path / name).exists()
+    for param in model.parameters():
+        param.data.fill_(2)  # which autograd does not count as a write
+    bmt_zero.save(model, tmp_path / name)
+    checkpointer = bmt_zero.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
 
 
 @pytest.mark.ranks(2)

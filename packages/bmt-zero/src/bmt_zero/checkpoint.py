@@ -73,10 +73,10 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         ranks other than 0.
 
     Raises:
-        ValueError: on every rank: a tensor has no values yet, or is not dense; the model has entries that are not
+        ValueError: on every rank: a tensor is on the meta device or not dense; the model has entries that are not
             tensors, which safetensors cannot hold.
-        RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
-            background is the future's exception, and logged).
+        RuntimeError: ranks have different models; nothing has filled parameters that were built on the meta device;
+            rank 0 cannot write (on every rank; a failure in the background is the future's exception, and logged).
     """
     model = without_wrapper(model)
     context = current_context()
@@ -126,16 +126,17 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
 
 
 def _check_values(entries: Mapping[str, Any], model: nn.Module, context: ParallelContext) -> None:
-    """Raise ValueError on every rank if the tensor of an entry cannot be saved."""
-    params = {n: p for n, p in model.named_parameters() if n in entries and isinstance(p, ShardedParameter)}
+    """Raise on every rank if the tensor of an entry cannot be saved."""
     problem: Exception | None = None
     try:
-        for name, entry in {**entries, **params}.items():  # entries may be unsharded copies of the parameters
+        for group in dict.fromkeys(p.handle.group for p in model.parameters() if isinstance(p, ShardedParameter)):
+            group.check_values()
+        for name, entry in entries.items():
             value = entry.value if isinstance(entry, StageEntry) else entry
             if isinstance(value, Tensor):
                 check_has_values(name, value)
                 check_dense(name, value)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         problem = error
     raise_on_all(context.world, problem)
 

@@ -395,6 +395,8 @@ class ParameterGroup:
                 f"parameters of {self.name} were built on the meta device and nothing has filled them: {paths[:5]}; "
                 f"call init_parameters(model), load a state dict or a checkpoint, or write into them"
             )
+        for param in unfilled:
+            param.awaits_values = False
 
     def reshard(self) -> None:
         """Reshard, unless a call in forward or backward still needs the parameters."""
