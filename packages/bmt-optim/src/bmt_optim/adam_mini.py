@@ -72,11 +72,6 @@ class AdamMini(DistributedOptimizer):
         if block not in BLOCKS and not (isinstance(block, int) and block > 0):
             raise ValueError(f"block={block!r} must be one of {BLOCKS}, or a number of rows")
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        for param in group["params"]:
-            _statistic(slice_of(param).shape, group["block"])
-
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": _statistic(shape, options["block"])}
 

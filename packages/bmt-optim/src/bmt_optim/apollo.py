@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
@@ -83,11 +82,6 @@ class APOLLO(DistributedOptimizer):
             raise ValueError(f"scale_type={options['scale_type']!r} must be one of {SCALES}")
         if options.get("proj_type", "std") != "std":
             raise ValueError(f"proj_type={options['proj_type']!r}: APOLLO projects the longer dimension's rows (std)")
-
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        for param in group["params"]:
-            self.state_layout(slice_of(param).shape, group)
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         if "rank" not in options:

@@ -34,8 +34,8 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     ======================================== ==========================================
     class                                    becomes
     ======================================== ==========================================
-    torch.optim.AdamW, AdamOptimizer         Adam
-    torch.optim.Adam without L2              Adam
+    torch.optim.Adam                         Adam
+    torch.optim.AdamW, AdamOptimizer         AdamW
     torch.optim.Adafactor                    TorchAdafactor
     torch.optim.Muon                         Muon
     transformers.Adafactor                   Adafactor

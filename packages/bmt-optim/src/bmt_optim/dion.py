@@ -14,7 +14,7 @@ from bmt_comm import slice_of
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, check_positive, check_whole, declared, with_defaults
+from .options import check_betas, check_not_negative, check_positive, check_whole, declared
 from .requests import Broadcast, Rule, Sum
 from .slices import padded, shard_of
 from .state_layout import StateTensor, like_parameter, replicated
@@ -74,10 +74,8 @@ class Dion(DistributedOptimizer):
     ) -> None:
         super().__init__(params, declared(locals()), stochastic_rounding)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. With ``use_muon=False`` among the options, AdamW steps them (see the class)."""
-        with_dion = param_group.get("use_muon", self.defaults["use_muon"])
-        super().add_param_group(param_group if with_dion else with_defaults(param_group, _ADAM))
+    def extra_defaults(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {} if group.get("use_muon", self.defaults["use_muon"]) else _ADAM
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "mu", "weight_decay", "eps")

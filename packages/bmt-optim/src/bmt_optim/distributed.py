@@ -145,7 +145,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
-        """The state tensors of a parameter of the global ``shape``, besides ``step`` and ``master``."""
+        """The state tensors of a parameter of the global ``shape``, besides ``step`` and ``master``.
+
+        Raises:
+            ValueError: the optimizer does not take parameters of this shape.
+        """
         raise NotImplementedError
 
     def counts_steps(self, options: Mapping[str, Any]) -> bool:
@@ -155,8 +159,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError unless the options of a group are in range."""
 
-    def check_parameter(self, param: Tensor, where: Slice) -> None:
-        """Raise ValueError unless the optimizer takes this parameter."""
+    def extra_defaults(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Defaults of options of this group. They come before those of the optimizer."""
+        return {}
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """The owner's work for a parameter of the global ``shape``, in any unit. It is balanced over owners."""
@@ -191,6 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
+        for name, value in self.extra_defaults(param_group).items():
+            param_group.setdefault(name, value)  # in place, because the script may keep this dict
         _add_param_group(self, param_group)
         self._plan = None
         try:
@@ -210,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
                     f"{type(self).__name__} takes float32, float16 and bfloat16"
                 )
-            self.check_parameter(param, slice_of(param))
+            self.state_layout(slice_of(param).shape, group)  # raises for a shape that the optimizer does not take
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
         """Update every parameter that has a gradient. The host does not wait for the device.

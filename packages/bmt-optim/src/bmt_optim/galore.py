@@ -26,7 +26,7 @@ from .galore_projection import (
 )
 from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
-from .options import check_betas, check_not_negative, check_whole, declared, with_defaults
+from .options import check_betas, check_not_negative, check_whole, declared
 from .percentile_clipping import HISTORY
 from .requests import Rule
 from .state_layout import StateTensor, replicated
@@ -113,18 +113,8 @@ class DistGaloreAdamW(DistributedOptimizer):
 
     # --- parameters and options -------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. With a ``rank`` among the options, they are projected (see the class)."""
-        super().add_param_group(with_defaults(param_group, _PROJECTION) if "rank" in param_group else param_group)
-        group = self.param_groups[-1]
-        for param in group["params"] if "rank" in group else ():
-            shape = slice_of(param).shape
-            if len(shape) != 2:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"GaLore projects matrices, and a parameter in a group with rank={group['rank']} has shape "
-                    f"{shape}; give it to a group without a rank"
-                )
+    def extra_defaults(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _PROJECTION if "rank" in group else {}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay", "min_8bit_size")
@@ -170,7 +160,10 @@ class DistGaloreAdamW(DistributedOptimizer):
         if "rank" not in options:
             return {**layout, **moments_layout(tuple(range(len(shape))), math.prod(shape), options)}
         if len(shape) != 2:
-            raise ValueError(f"GaLore projects matrices, and a parameter in a group with a rank has shape {shape}")
+            raise ValueError(
+                f"GaLore projects matrices, and a parameter in a group with rank={options['rank']} has shape {shape}; "
+                "give it to a group without a rank"
+            )
         side, r = side_of(shape, options["proj_type"]), low_rank(shape, options["rank"])
         for key in BASES[side]:
             layout[key] = basis_layout(key, shape, options["rank"])

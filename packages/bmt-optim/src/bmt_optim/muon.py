@@ -15,7 +15,7 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .logical_params import LogicalParam
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, check_whole, declared, is_whole, with_defaults
+from .options import check_betas, check_not_negative, check_whole, declared, is_whole
 from .requests import GatherToOwner, Rule, Scatter
 from .state_layout import StateTensor, like_parameter
 
@@ -109,10 +109,8 @@ class Muon(DistributedOptimizer):
     ) -> None:
         super().__init__(params, declared(locals()), stochastic_rounding)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. With ``use_muon=False`` among the options, AdamW steps them (see the class)."""
-        with_muon = param_group.get("use_muon", self.defaults["use_muon"])
-        super().add_param_group(param_group if with_muon else with_defaults(param_group, _ADAM))
+    def extra_defaults(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {} if group.get("use_muon", self.defaults["use_muon"]) else _ADAM
 
     def counts_steps(self, options: Mapping[str, Any]) -> bool:
         """As :meth:`DistributedOptimizer.counts_steps`."""

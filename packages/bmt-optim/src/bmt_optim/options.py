@@ -32,13 +32,6 @@ def check_conventions(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"maximize": bool(given["maximize"])} if "maximize" in given else {}
 
 
-def with_defaults(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Set missing options of ``group`` in place, because the script may keep this dict. Returns it."""
-    for name, value in defaults.items():
-        group.setdefault(name, value)
-    return group
-
-
 def check_not_negative(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless the options are numbers, finite and not negative."""
     for name in names:
