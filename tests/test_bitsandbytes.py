@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_comm import local_tensor, slice_of
+from bmt_comm import local_tensor, shard_of, slice_of
 from bmt_optim import AdamW8bit
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 from bmt_zero import shard
 
 # Without decay, which bitsandbytes has before the step or after it, by device and number of bits.

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import bmt_kernels
 import bmt_zero
 import bmtrain as bmt
-from bmt_comm import slice_of
-from bmt_optim.slices import shard_of
+from bmt_comm import shard_of, slice_of
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints.manifest import parse_manifest, record_of
 from bmt_zero.checkpoints.memory import Snapshot

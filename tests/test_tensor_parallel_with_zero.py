@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from bmt_comm import Communicator, select_rows, slice_of, tp_shard_of
+from bmt_comm import Communicator, shard_of, slice_of
 from bmt_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -473,7 +473,7 @@ def test_the_head_and_its_loss_take_the_weight_of_an_embedding(ctx, level, tied)
             torch.testing.assert_close(loss, expected)
             loss.backward()
     param = model.embedding.weight
-    wanted = select_rows(tp_shard_of(plain.embedding.weight.grad, slice_of(param)), slice_of(param))
+    wanted = shard_of(plain.embedding.weight.grad, slice_of(param))
     assert (param.grad - wanted).norm() <= 1e-5 * plain.embedding.weight.grad.norm()
 
 
@@ -538,7 +538,7 @@ def test_layers_that_were_cut_are_called_outside_of_their_model(ctx, padding):
     for x in embedded:
         (x * (1 + ids[..., None])).sum().backward()
     wanted, weight = plain.get_input_embeddings().weight.grad, model.get_input_embeddings().weight
-    rows = select_rows(tp_shard_of(wanted, weight.bmt_slice), weight.bmt_slice)
+    rows = shard_of(wanted, weight.bmt_slice)
     torch.testing.assert_close(weight.grad.to_local(), 2 * rows)  # two replicas, the same batch
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
-from bmt_comm import select_rows, tp_shard_of
+from bmt_comm import shard_of
 from bmt_tp import parallelize
 from bmt_zero import BMTrainModelWrapper, init_parameters
 
@@ -38,7 +38,7 @@ def backward(ctx, plain, model, seed=0):
 
 
 def part_of(tensor: Tensor, param) -> Tensor:
-    return select_rows(tp_shard_of(tensor, param.bmt_slice), param.bmt_slice)
+    return shard_of(tensor, param.bmt_slice)
 
 
 def assert_close(actual, wanted, name=""):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, select_rows, slice_of, tp_shard_of, unshard_tp, whole
+from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, shard_of, slice_of, tp_shard_of, unshard_tp, whole
 from bmt_comm.slice import _chunk_range
 
 
@@ -42,7 +42,7 @@ def test_the_slices_of_all_ranks_cover_every_element_once(case):
     for tp in range(tp_parts if tp_dim is not None else 1):
         for rows in range(row_parts):
             where = make_slice(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims)
-            part = select_rows(tp_shard_of(full, where), where)
+            part = shard_of(full, where)
             assert tuple(part.shape) == where.local_shape
             assert part.numel() == where.numel == (where.row_stop - where.row_start) * where.row_numel
             # the definition: first the tensor-parallel shard, then its rows
@@ -111,7 +111,7 @@ def check(x, full):
     local = local_tensor(x).detach()
     assert where.shape == tuple(full.shape)
     assert where.local_shape == tuple(local.shape)
-    torch.testing.assert_close(local.cpu(), select_rows(tp_shard_of(full, where), where), rtol=0, atol=0)
+    torch.testing.assert_close(local.cpu(), shard_of(full, where), rtol=0, atol=0)
     assert slice_of(x) == where  # the same communicators, not others on the same ranks
     # Summed over its communicators, the numbers of elements are that of the logical tensor.
     count = torch.tensor([float(where.numel)], device=local.device)
@@ -227,8 +227,8 @@ def test_blocks_that_cannot_be_sharded_are_refused(ctx):
 def test_rows_of_packed_experts_are_joined_along_columns_only(ctx):
     full = numbered(3, 4, 6).to(ctx.device)
     columns = Slice((3, 4, 6), 2, 7, None, 2, 3 * ctx.rank, 3, ctx.world, row_dims=2)
-    held = select_rows(tp_shard_of(full, columns), columns)
+    held = shard_of(full, columns)
     assert torch.equal(unshard_tp(held, columns), full.view(12, 6)[2:7])
     rows = Slice((3, 4, 6), 1, 4, None, 1, 2 * ctx.rank, 2, ctx.world, row_dims=2)
     with pytest.raises(ValueError, match=r"rows \[1, 4\) .* cannot be unsharded along dimension 1"):
-        unshard_tp(select_rows(tp_shard_of(full, rows), rows), rows)
+        unshard_tp(shard_of(full, rows), rows)

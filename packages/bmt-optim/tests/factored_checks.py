@@ -10,11 +10,11 @@ from layouts import layout, shard_slice, shards, tensors, train, undivided_layou
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 from bmt_optim import engine
 from bmt_optim.engine import run
 from bmt_optim.factored import FactoredAverage
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 
 # With tensor parallelism they are sharded, in turn, along dimension 0 (the first as a fused weight), 1, and not at all;
 # vectors along 0, or not.

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import nn
 
-from bmt_comm import Slice, local_tensor, slice_of
-from bmt_optim.slices import shard_of, unshard
+from bmt_comm import Slice, local_tensor, shard_of, slice_of
+from bmt_optim.slices import unshard
 
 
 def tensors(shapes, seed=0):

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 import bmt_optim.adam_offload
-from bmt_comm import Slice, slice_of
+from bmt_comm import Slice, shard_of, slice_of
 from bmt_kernels import OffloadPipeline, offload
 from bmt_optim import AdamOffloadOptimizer
-from bmt_optim.slices import shard_of
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(37, 29), (5,), (), (3, 100, 2), (0, 4), (401,), (1, 3), (64, 11)]

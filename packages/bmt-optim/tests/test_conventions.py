@@ -10,8 +10,7 @@ from layouts import layout, shards, tensors, train, update_error
 from torch import nn
 
 import bmt_optim
-from bmt_comm import slice_of
-from bmt_optim.slices import shard_of
+from bmt_comm import shard_of, slice_of
 
 CLASSES = {
     "Adam": {},

@@ -13,7 +13,7 @@ from layouts import layout, shard_slice, shards, tensors, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bmt_comm import local_tensor, slice_of
+from bmt_comm import local_tensor, shard_of, slice_of
 from bmt_optim import (
     AdamOffloadOptimizer,
     AdamOptimizer,
@@ -26,7 +26,6 @@ from bmt_optim import (
 )
 from bmt_optim.adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from bmt_optim.convert import distributed_where_needed
-from bmt_optim.slices import shard_of
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5)]
 

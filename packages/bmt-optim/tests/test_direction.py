@@ -19,9 +19,8 @@ from offload_helpers import (
     values,
 )
 
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 from bmt_optim import AdamOffloadOptimizer
-from bmt_optim.slices import shard_of
 
 
 def directions(grads_by_step):

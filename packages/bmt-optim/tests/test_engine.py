@@ -8,14 +8,13 @@ import torch.distributed as dist
 from layouts import layout, shard_slice, shards, tensors, undivided_layout
 from torch import nn
 
-from bmt_comm import Slice, slice_of
+from bmt_comm import Slice, shard_of, slice_of
 from bmt_optim import AdamOptimizer, AdamW, DistributedLamb, DistributedOptimizer, Muon, engine, step_plan
 from bmt_optim.engine import run
 from bmt_optim.experts import sum_by_expert
 from bmt_optim.logical_params import assign_owners
 from bmt_optim.requests import Broadcast, GatherToOwner, Max, Scatter, Sum
 from bmt_optim.rounding import round_stochastically
-from bmt_optim.slices import shard_of
 from bmt_optim.state_layout import Size, StateTensor, column_statistic, replicated, row_statistic
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (2, 6), (4, 6, 3, 2), (2,), (6, 2), (12, 8), (3, 6, 5), (2, 4, 6)]

@@ -12,13 +12,13 @@ from layouts import layout, shard_slice, shards, tensors, train, update_error
 from torch import nn
 
 import bmt_kernels
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 from bmt_optim import DistGaloreAdamW, GaLoreAdamW, galore_step, get_galore_param_groups, save_optimizer
 from bmt_optim.blockwise import BLOCK
 from bmt_optim.engine import run
 from bmt_optim.galore_projection import BASES, basis_shape
 from bmt_optim.percentile_clipping import clip_factors
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.1}
 MATRICES = [(60, 24), (45, 40), (33, 24), (24, 50), (21, 70), (9, 80)]

@@ -10,9 +10,9 @@ from layouts import layout, shard_slice, shards, tensors, train, undivided_layou
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 from bmt_optim import AdamOptimizer, DistributedLamb, Lamb, engine
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 
 SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5), (2, 4, 6)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -10,7 +10,7 @@ from layouts import shard_slice, shards, tensors, update_error
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 from bmt_optim import (
     AdamOffloadOptimizer,
     AdamOptimizer,
@@ -24,7 +24,6 @@ from bmt_optim import (
 )
 from bmt_optim.distributed import steps_with_others
 from bmt_optim.lr_scheduler import Linear
-from bmt_optim.slices import shard_of
 
 SHAPES = [(6, 4), (5, 3), (7,), (3, 2), (4,), (8, 3)]
 

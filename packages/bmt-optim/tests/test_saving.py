@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bmt_comm import Slice, slice_of
+from bmt_comm import Slice, shard_of, slice_of
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, save_optimizer, saving
 from bmt_optim.lr_scheduler import Noam
-from bmt_optim.slices import shard_of
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPES = [(7, 5), (1, 3), (2,), (), (10, 1, 2)]

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from bmt_comm import Slice, local_tensor, slice_of
+from bmt_comm import Slice, local_tensor, shard_of, slice_of
 from bmt_optim import AdamOptimizer
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 
 SHAPES = [(7, 5), (1, 3), (2,), (), (10, 1, 2)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

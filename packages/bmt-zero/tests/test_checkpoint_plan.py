@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bmt_comm import Slice, select_rows, tp_shard_of
+from bmt_comm import Slice, shard_of
 from bmt_zero.checkpoints.headers import (
     DTYPES,
     DamagedError,
@@ -77,7 +77,7 @@ def slices(draw: Any) -> tuple[list[Slice], Tensor]:
 
 
 def local(logical: Tensor, where: Slice) -> Tensor:
-    return select_rows(tp_shard_of(logical, where), where).contiguous()
+    return shard_of(logical, where).contiguous()
 
 
 @settings(max_examples=300, deadline=None)

@@ -39,6 +39,7 @@ from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
+from .row_reductions import reduce_over
 from .sharded_gradient import (
     ShardedGradient,
     gradient_of,
@@ -66,6 +67,7 @@ from .slice import (
     is_stage_local,
     local_tensor,
     select_rows,
+    shard_of,
     slice_of,
     tp_shard_of,
     unshard_tp,
@@ -147,6 +149,7 @@ __all__ = [
     "print_rank",
     "rank",
     "recv_activations",
+    "reduce_over",
     "reduce_scatter",
     "refuse_whole_layer_optimizers",
     "runs_compiled_autograd",
@@ -155,6 +158,7 @@ __all__ = [
     "see_memory",
     "select_rows",
     "send_activations",
+    "shard_of",
     "sharded_gradient",
     "sharded_rows",
     "shutdown",

@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from .sharded_rows import ShardedRows, is_called_by_optimizer, make_rows
-from .slice import is_stage_local, select_rows, tp_shard_of
+from .slice import is_stage_local, shard_of
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 _ADDING = ("add_", "sub_", "_foreach_add_", "_foreach_sub_", "__iadd__", "__isub__")
@@ -99,7 +99,7 @@ def gradient_of(value: Tensor, param: Any) -> Tensor:
     where = param.bmt_slice
     value = value.to_dense() if value.layout is not torch.strided else value
     if not isinstance(value, ShardedRows) and tuple(value.shape) == where.shape != where.local_shape:
-        value = select_rows(tp_shard_of(value, where), where).clone()
+        value = shard_of(value, where).clone()
     has_same_rows = not isinstance(value, ShardedRows) or value.bmt_slice.row_shard == where.row_shard
     if tuple(value.shape) != where.local_shape or not has_same_rows:
         raise ValueError(

@@ -44,7 +44,7 @@ from .operation_kinds import (
     kind_of,
 )
 from .row_reductions import is_deterministic, norms, of_all, over_ranks, reduce_over, spreading_communicators
-from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, tp_shard_of, unshard_tp
+from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, shard_of, unshard_tp
 
 
 class ShardedRows(Tensor):
@@ -262,7 +262,7 @@ def _rows_like(other: Tensor, where: Slice) -> Any:
         raise ValueError(f"an operand of shape {shape} is not this rank's rows, of shape {local}: expand it first")
     if _has_plain_rows(where) and (len(shape) < len(where.shape) or shape[0] == 1):
         return other
-    return select_rows(tp_shard_of(other.expand(where.shape), where), where)
+    return shard_of(other.expand(where.shape), where)
 
 
 def _check_same_rows(slices: Sequence[Slice]) -> None:
@@ -337,7 +337,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if in_place:
         check_initializer(where)
     values = func(torch.empty(where.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
-    rows = select_rows(tp_shard_of(values, where), where)
+    rows = shard_of(values, where)
     if in_place:
         with torch.no_grad():
             return part.copy_(rows)
@@ -504,7 +504,7 @@ def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
     chosen[index] = True
     values = torch.zeros(where.shape, dtype=target.dtype, device=target.device)
     values[index] = value
-    mine, values = (select_rows(tp_shard_of(each, where), where) for each in (chosen, values))
+    mine, values = (shard_of(each, where) for each in (chosen, values))
     target.copy_(torch.where(mine, values, target.detach()))
 
 

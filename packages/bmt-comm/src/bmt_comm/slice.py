@@ -176,6 +176,11 @@ def select_rows(shard: Tensor, where: Slice) -> Tensor:
     )
 
 
+def shard_of(full: Tensor, where: Slice) -> Tensor:
+    """This rank's shard of a logical tensor ``full`` (shape ``where.shape``): shape ``where.local_shape``."""
+    return select_rows(tp_shard_of(full, where), where)
+
+
 def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
     """Gather the shards along ``tp_dim``; every tensor-parallel rank gets the unsharded tensor.
 

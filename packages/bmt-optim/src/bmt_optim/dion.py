@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import slice_of
+from bmt_comm import shard_of, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .moments import adamw_rule
 from .options import check_betas, check_not_negative, check_positive, check_whole, declared
 from .requests import Broadcast, Rule, Sum
-from .slices import padded, shard_of
+from .slices import padded
 from .state_layout import StateTensor, like_parameter, replicated
 
 _ADAM = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.0}

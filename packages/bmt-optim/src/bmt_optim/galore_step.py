@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_comm import shard_of
+
 from .batch import Batch
 from .galore_projection import BASES, CONTRACTED, KEPT, Side, basis_layout, basis_shape, leading_bases, side_of
 from .moments import Moments
 from .percentile_clipping import clip_factors
 from .requests import Broadcast, GatherToOwner, Max, Request, Rule, Sum, reduced
-from .slices import shard_of
 
 
 def plain_rule(batch: Batch, moments: Moments) -> Rule:

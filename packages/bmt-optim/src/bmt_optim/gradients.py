@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import STAGE_LOCAL_ATTRIBUTE, ParallelContext, Slice, is_dtensor, slice_of
+from bmt_comm import STAGE_LOCAL_ATTRIBUTE, ParallelContext, Slice, is_dtensor, reduce_over, slice_of
 
 from .runs import local_grad, merge_adjacent
-from .slices import Mesh, all_reduce_over, by_mesh
+from .slices import Mesh, by_mesh
 
 
 def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float:
@@ -155,7 +155,7 @@ def _norm_in_fixed_order(params: Sequence[Tensor], norm_type: float, context: Pa
                     first += where.tp_comm.rank * where.tp_shard_rows
                 rows = grad.detach().reshape(where.row_stop - where.row_start, -1)
                 mine[first : first + len(rows)] = _row_powers(rows, norm_type)
-        all_reduce_over(mine, mesh, "sum")  # one rank's value and zeros: nothing is rounded
+        reduce_over(mine, mesh, "sum")  # one rank's value and zeros: nothing is rounded
         powers += mine
     return (powers.sum() ** (1 / norm_type)).float().double()
 
@@ -190,10 +190,10 @@ def reduce_over_ranks(
         values = torch.stack(
             [local([params[i] for i in indices if sharings[i].own_stage == own]) for own in (False, True)]
         )
-        all_reduce_over(values, mesh, op)
+        reduce_over(values, mesh, op)
         everywhere, own_stage = combine(everywhere, values[0]), combine(own_stage, values[1])
     if context is not None:
-        all_reduce_over(own_stage, (context.pipe,), op)
+        reduce_over(own_stage, (context.pipe,), op)
     return combine(everywhere, own_stage)
 
 

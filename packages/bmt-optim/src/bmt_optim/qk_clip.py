@@ -9,9 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, current_context, is_initialized, local_tensor, slice_of, without_autocast
+from bmt_comm import (
+    Communicator,
+    current_context,
+    is_initialized,
+    local_tensor,
+    reduce_over,
+    slice_of,
+    without_autocast,
+)
 
-from .slices import all_reduce_over, row_indices
+from .slices import row_indices
 
 
 @dataclass(eq=False)
@@ -123,7 +131,7 @@ class QKClip:
         logits = [nothing.expand(x.heads) if x.largest is None else x.largest.to(device) for x in self._layers]
         largest = torch.cat(logits)
         if self.comm is not None:
-            all_reduce_over(largest, (self.comm,), "max")
+            reduce_over(largest, (self.comm,), "max")
         factors = torch.where(largest > self.tau, self.tau / largest, 1.0)
         for layer, mine in zip(self._layers, factors.split([x.heads for x in self._layers])):
             layer.largest = None

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from bmt_comm import shard_of
+
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_not_negative, check_positive, check_whole, declared
 from .renewal import place_of
 from .requests import Broadcast, Rule, Sum
 from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, preconditioned
-from .slices import padded, shard_of
+from .slices import padded
 from .state_layout import StateTensor, like_parameter, replicated
 
 

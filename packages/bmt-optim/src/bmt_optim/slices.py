@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, select_rows, tp_shard_of, unshard_tp
+from bmt_comm import Communicator, Slice, shard_of, tp_shard_of, unshard_tp
 
 Mesh = tuple[Communicator, ...]
 """The communicators along the dimensions of a mesh of ranks."""
@@ -27,17 +27,6 @@ def by_mesh(slices: Sequence[Slice]) -> list[tuple[Mesh, list[int]]]:
     for index, where in enumerate(slices):
         indices_of.setdefault(where.communicators, []).append(index)
     return sorted(indices_of.items(), key=lambda item: [comm.ranks for comm in item[0]])
-
-
-def all_reduce_over(value: Tensor, mesh: Mesh, op: str) -> None:
-    """Reduce ``value`` in place over the ranks of ``mesh``."""
-    for comm in mesh:
-        if value.device.type == comm.device.type:
-            comm.all_reduce(value, op)
-        else:
-            moved = value.to(comm.device)
-            comm.all_reduce(moved, op)
-            value.copy_(moved)
 
 
 def unshard(local: Tensor, where: Slice) -> Tensor:
@@ -55,11 +44,6 @@ def unshard(local: Tensor, where: Slice) -> Tensor:
     elif where.tp_dim is not None:
         tp_shard = _concatenate(tp_shard, where.tp_dim, where.tp_offset, where.shape[where.tp_dim], where.tp_comm)
     return tp_shard.reshape(where.shape)
-
-
-def shard_of(full: Tensor, where: Slice) -> Tensor:
-    """The shard at ``where`` of ``full`` (shape ``where.shape``): shape ``where.local_shape``."""
-    return select_rows(tp_shard_of(full, where), where)
 
 
 def padded(local: Tensor, where: Slice) -> Tensor:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_comm import shard_of
+
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative, check_positive, declared
 from .renewal import place_of
 from .requests import Broadcast, Rule, Sum
-from .slices import padded, shard_of
+from .slices import padded
 from .state_layout import StateTensor, like_parameter, replicated
 
 

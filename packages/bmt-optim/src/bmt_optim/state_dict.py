@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import Slice, StateRecord, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, local_tensor, reduce_over, shard_of, slice_of
 
 from .logical_params import layers_of
-from .slices import all_reduce_over, by_mesh, shard_of, unshard
+from .slices import by_mesh, unshard
 
 
 def gather_state(
@@ -180,7 +180,7 @@ def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[S
     for mesh, indices in by_mesh(slices):
         if mesh:
             vector = torch.tensor([steps[i] for i in indices], device=mesh[0].device)
-            all_reduce_over(vector, mesh, "max")
+            reduce_over(vector, mesh, "max")
             for i, step in zip(indices, vector.tolist()):
                 agreed[i] = step
     return agreed

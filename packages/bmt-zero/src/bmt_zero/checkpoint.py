@@ -20,9 +20,8 @@ from bmt_comm import (
     is_stage_local,
     local_tensor,
     note_place,
-    select_rows,
+    shard_of,
     slice_of,
-    tp_shard_of,
 )
 
 from .checkpoints.contents import check_dense, check_has_values
@@ -253,7 +252,7 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
             value = reading.receive(name, shape, dtype)
             if target is not None:
                 with torch.no_grad():
-                    local_tensor(target).copy_(select_rows(tp_shard_of(value, slice_of(target)), slice_of(target)))
+                    local_tensor(target).copy_(shard_of(value, slice_of(target)))
         if isinstance(target, ShardedParameter):
             target.awaits_values = False
     reading.check()

@@ -54,7 +54,7 @@ from bmt_comm import (
     is_called_by_optimizer,
     is_called_from,
     logical_operands,
-    select_rows,
+    shard_of,
     sharded_rows,
     tp_shard_of,
     unshard_tp,
@@ -403,7 +403,7 @@ def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
             f"view_as of {values.numel()} values and a sharded parameter of shape {where.shape}: this rank holds other "
             f"values than other ranks; set the parameters of a model with load_state_dict"
         )
-    return select_rows(tp_shard_of(values.view(where.shape), where), where).clone()
+    return shard_of(values.view(where.shape), where).clone()
 
 
 def _as_rows(result: Tensor, args: tuple[Any, ...]) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, ShardedRows, is_piece, select_rows, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import Communicator, ShardedRows, is_piece, shard_of, slice_of, tp_shard_of, unshard_tp
 
 from .backward_context import abandon_dead_calls
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
@@ -187,13 +187,8 @@ def _identity(value: Any) -> Any:
 def write_logical(param: ShardedParameter, values: Tensor) -> None:
     """Set this rank's rows of a parameter from its logical tensor."""
     with torch.no_grad():
-        param.to_local().copy_(rows_of_logical(param, values))
+        param.to_local().copy_(shard_of(values, param.bmt_slice))
     param.awaits_values = False
-
-
-def rows_of_logical(param: ShardedParameter, logical: Tensor) -> Tensor:
-    """This rank's rows of a parameter's logical tensor."""
-    return select_rows(tp_shard_of(logical, param.bmt_slice), param.bmt_slice)
 
 
 @contextmanager
@@ -320,7 +315,7 @@ def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: st
         errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {shape}")
         state_dict[name] = param.to_local()  # its current values
         return
-    state_dict[name] = rows_of_logical(param, value.detach())
+    state_dict[name] = shard_of(value.detach(), param.bmt_slice)
     param.awaits_values = False
 
 

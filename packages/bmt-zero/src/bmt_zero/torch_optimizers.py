@@ -30,13 +30,13 @@ from bmt_comm import (
     ShardedRows,
     Slice,
     refuse_whole_layer_optimizers,
+    shard_of,
     sharded_rows,
     unshard_tp,
     use_multi_tensor_functions,
 )
 
 from .sharded_parameter import ShardedParameter
-from .state import rows_of_logical
 
 OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
 """States with one value for each parameter. If the parameter has no dimensions, only their names tell this."""
@@ -123,7 +123,7 @@ def _shard_states(optimizer: Optimizer, param: ShardedParameter, states: dict[st
     where, is_torch = param.bmt_slice, any(base.__module__.startswith("torch.optim") for base in bases)
     for name, value in states.items():
         if _is_per_element(name, value, where) and tuple(value.shape) == where.shape:
-            rows = value if where.shape == where.local_shape else rows_of_logical(param, value).clone()
+            rows = value if where.shape == where.local_shape else shard_of(value, where).clone()
             states[name] = sharded_rows(rows, param) if were_loaded and not is_torch else rows
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bmt_comm import ParallelContext, Slice, init_distributed, slice_of
-from bmt_optim.slices import shard_of
+from bmt_comm import ParallelContext, Slice, init_distributed, shard_of, slice_of
 
 from .cases import Bags
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from bmt_comm import ParallelContext, local_tensor, slice_of
+from bmt_comm import ParallelContext, local_tensor, shard_of, slice_of
 from bmt_comm.testing import Outcome, RankPool
 from bmt_optim.distributed import DistributedOptimizer
 from bmt_optim.manager import OptimManager
-from bmt_optim.slices import shard_of, unshard
+from bmt_optim.slices import unshard
 
 from .cases import CASES, Bags, Case
 from .frameworks import FRAMEWORKS, Framework
