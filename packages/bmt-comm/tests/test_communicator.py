@@ -70,6 +70,7 @@ def test_all_gather_and_reduce_scatter_at_every_size(ctx, device_type):
         out[rank] = stack[rank]
         ctx.world.all_gather(out, out[rank])  # in place
         assert torch.equal(out.cpu(), stack)
+        assert torch.equal(ctx.world.stacked(stack[rank].to(device_type)).cpu(), stack)
         stack = torch.stack([values(r, n * numel, torch.float32) for r in range(n)])
         for op in REDUCE_OPS:
             mine = torch.full((numel,), -7.0, device=device_type)

@@ -275,8 +275,7 @@ class CallSequences:
         started, self._operations = self._operations, {}
         for comm, digest in digests.items():
             mine = torch.full((1,), digest ^ _steps ^ _rates_digest, dtype=torch.int64, device=comm.device)
-            everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-            comm.all_gather(everyone, mine, label="the order of operations")
+            everyone = comm.stacked(mine, "the order of operations").flatten()
             if comm.device.type == "cuda":
                 on_host = torch.empty(comm.size, dtype=torch.int64, pin_memory=True, device="cpu").copy_(
                     everyone, non_blocking=True

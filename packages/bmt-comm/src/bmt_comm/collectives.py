@@ -93,7 +93,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return _gather(as_in_memory(x), comm)
+        return comm.stacked(as_in_memory(x))
 
     @staticmethod
     @once_differentiable
@@ -122,7 +122,7 @@ class _AllReduce(torch.autograd.Function):
             total /= ctx.comm.size
         elif ctx.op != "sum":
             x, out = ctx.saved_tensors
-            total *= _share(_gather(as_in_memory(x), ctx.comm), ctx.op, out)[ctx.comm.rank].conj()
+            total *= _share(ctx.comm.stacked(as_in_memory(x)), ctx.op, out)[ctx.comm.rank].conj()
         return total, None, None
 
 
@@ -140,13 +140,13 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         comm: Communicator = ctx.comm
-        total = _gather(as_in_memory(grad), comm)  # (size, rows / size, ...)
+        total = comm.stacked(as_in_memory(grad))  # (size, rows / size, ...)
         if ctx.op == "avg":
             total /= comm.size
         elif ctx.op != "sum":
             x, out = ctx.saved_tensors
-            everyone = _gather(as_in_memory(x), comm).view(comm.size, *total.shape)  # whose, part, rows...
-            total *= _share(everyone, ctx.op, _gather(out, comm))[comm.rank].conj()
+            everyone = comm.stacked(as_in_memory(x)).view(comm.size, *total.shape)  # whose, part, rows...
+            total *= _share(everyone, ctx.op, comm.stacked(out))[comm.rank].conj()
         return total.flatten(0, 1), None, None
 
 
@@ -226,12 +226,6 @@ class _Recv(torch.autograd.Function):
         if grad.numel():
             ctx.comm.send(as_in_memory(grad), ctx.peer)
         return None, None, None
-
-
-def _gather(x: Tensor, comm: Communicator) -> Tensor:
-    out = x.new_empty((comm.size, *x.shape))
-    comm.all_gather(out, x)
-    return out
 
 
 def _share(everyone: Tensor, op: str, out: Tensor) -> Tensor:

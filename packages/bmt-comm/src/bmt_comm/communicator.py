@@ -253,6 +253,13 @@ class Communicator:
         return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
+    def stacked(self, x: Tensor, label: str = "") -> Tensor:
+        """Every rank's ``x`` (contiguous), in rank order: shape (size, *x.shape)."""
+        out = x.new_empty((self.size, *x.shape))
+        self.all_gather(out, x, label=label)
+        return out
+
+    @_compat.not_compiled
     def reduce_scatter(
         self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False, label: str = ""
     ) -> Work:

@@ -47,8 +47,7 @@ def over_ranks(value: Tensor, part: Any, combine: Callable[[Tensor], Tensor]) ->
     """A number of each rank, 0-dim, combined over the ranks that have other elements of a tensor."""
     for comm in part.bmt_slice.communicators:
         there = value.to(comm.device).reshape(1)
-        every = there.new_empty(comm.size)
-        comm.all_gather(every, there, label=f"{combine.__name__} of {part.bmt_slice.shape}")
+        every = comm.stacked(there, f"{combine.__name__} of {part.bmt_slice.shape}")
         value = combine(every).to(value.device)
     return value
 

@@ -206,8 +206,7 @@ def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
             f"shard has {shard.shape[dim]} of the {where.tp_extent} along dimension {dim}, which is sharded in the "
             f"blocks {where.tp_blocks}; gather its rows first"
         )
-    stacked = shard.new_empty(comm.size, *shard.shape, device=comm.device)
-    comm.all_gather(stacked, shard.detach().to(comm.device).contiguous())  # it may be in host memory
+    stacked = comm.stacked(shard.detach().to(comm.device).contiguous())  # it may be in host memory
     shards = list(stacked.to(shard.device))
     if where.tp_blocks:
         parts = [p.split([n // comm.size for n in where.tp_blocks], dim=dim) for p in shards]

@@ -89,13 +89,7 @@ class FusedCrossEntropy(nn.Module):
         if input.dim() != 2:
             raise ValueError(f"logits of shape {tuple(input.shape)} are not (N, V_local)")
         start, vocab = self._my_columns(input.shape[1], comm)
-
-        def gather(statistics: Tensor) -> Tensor:
-            gathered = statistics.new_empty(comm.size, *statistics.shape)
-            comm.all_gather(gathered, statistics)
-            return gathered
-
-        return parallel_cross_entropy(input, target, gather, vocab_start=start, vocab_size=vocab, **settings)
+        return parallel_cross_entropy(input, target, comm.stacked, vocab_start=start, vocab_size=vocab, **settings)
 
     def _my_columns(self, width: int, comm: Communicator) -> tuple[int, int]:
         """The first column of this rank, and the size of the vocabulary. A collective, once per width.
@@ -103,8 +97,6 @@ class FusedCrossEntropy(nn.Module):
         If two vocabularies have shards of equal width on some ranks but not on all, give each its own object.
         """
         if self._columns is None or self._columns[0] != width:
-            widths = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-            comm.all_gather(widths, torch.tensor([width], device=comm.device))
-            counts = widths.tolist()
+            counts = comm.stacked(torch.tensor([width], device=comm.device)).flatten().tolist()
             self._columns = (width, sum(counts[: comm.rank]), sum(counts))
         return self._columns[1:]

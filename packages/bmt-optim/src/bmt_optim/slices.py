@@ -79,17 +79,13 @@ def _concatenate(part: Tensor, dim: int, start: int, length: int, comm: Communic
     if comm is None or comm.size == 1:
         return part
     rows = part.movedim(dim, 0).contiguous().to(comm.device)
-    extents = torch.empty(comm.size, 2, dtype=torch.int64, device=comm.device)
-    comm.all_gather(extents, torch.tensor([start, len(rows)], device=comm.device))
-    ranges = extents.tolist()
+    ranges = comm.stacked(torch.tensor([start, len(rows)], device=comm.device)).tolist()
     longest = max(count for _, count in ranges)
     if longest == 0 or math.prod(rows.shape[1:]) == 0:
         return part.new_zeros((*part.shape[:dim], length, *part.shape[dim + 1 :]))
     sent = rows.new_zeros((longest, *rows.shape[1:]))
     sent[: len(rows)] = rows
-    gathered = rows.new_empty((comm.size, *sent.shape))
-    comm.all_gather(gathered, sent)
     full = rows.new_zeros((length, *rows.shape[1:]))
-    for theirs, (at, count) in zip(gathered, ranges):
+    for theirs, (at, count) in zip(comm.stacked(sent), ranges):
         full[at : at + count] = theirs[:count]
     return full.movedim(0, dim)

@@ -300,8 +300,7 @@ class _OfRanks:
         comm, device = self._comm, self._comm.device
         mine = torch.zeros(max(sizes), dtype=dtypes[0], device=device)
         mine[: sizes[comm.rank]] = self._entries[index].get(name, mine[:0]).reshape(-1).to(device)
-        everyone = mine.new_empty(comm.size, len(mine))
-        comm.all_gather(everyone, mine)
+        everyone = comm.stacked(mine)
         if where is None:
             return None
         return torch.cat([everyone[rank, : sizes[rank]] for rank in self._shard_group(sizes, where, index, name)])

@@ -67,8 +67,7 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     folded = torch.nn.functional.pad(values, (0, -values.numel() % signs.shape[1])).view(-1, signs.shape[1])
     ramp = 1 + torch.arange(len(folded), dtype=torch.float64, device=values.device) / len(folded)
     mine = torch.cat([signs @ (ramp @ folded), values.norm()[None]])
-    everyone = mine.new_empty(comm.size, len(mine))
-    comm.all_gather(everyone, mine)
+    everyone = comm.stacked(mine)
     difference, size = (everyone[:, :-1] - everyone[0, :-1]).abs().max(), everyone[:, -1].max()
     if bool(difference > _TOLERANCE * size):
         raise RuntimeError(f"the tensor-parallel ranks pass different inputs of shape {tuple(x.shape)}; {cure}")
@@ -87,8 +86,7 @@ def have_equal_values(tensors: Sequence[Tensor], comm: Communicator) -> bool:
         code = int(_digest(torch.cat(samples)), 16) >> 1
     else:
         code = comm.rank  # differs between ranks
-    everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(everyone, torch.tensor([code], dtype=torch.int64, device="cpu").to(comm.device))
+    everyone = comm.stacked(torch.tensor([code], dtype=torch.int64, device="cpu").to(comm.device))
     return bool((everyone == everyone[0]).all())
 
 

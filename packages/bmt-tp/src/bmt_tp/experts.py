@@ -121,9 +121,7 @@ class _Counts:
     def exchange(expert_of_row: Tensor, experts_per_rank: int, comm: Communicator) -> _Counts:
         """Count the rows for each rank's experts, and exchange these counts. ``expert_of_row``: (rows, 1)."""
         sent = expert_of_row.squeeze(1).div(experts_per_rank, rounding_mode="floor").bincount(minlength=comm.size)
-        table = sent.new_empty(comm.size, comm.size)
-        comm.all_gather(table, sent, label="tokens for experts")
-        rows = table.tolist()
+        rows = comm.stacked(sent, "tokens for experts").tolist()
         return _Counts(rows[comm.rank], [row[comm.rank] for row in rows], comm)
 
     def reversed(self) -> _Counts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from bmt_comm import Communicator, not_compiled
@@ -55,7 +53,7 @@ def vocab_parallel_cross_entropy(
     loss = parallel_cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 1 else logits[None],
         target.reshape(-1),
-        _gather(comm),
+        comm.stacked,
         vocab_start=comm.rank * columns,
         vocab_size=comm.size * columns,
         weight=weight,
@@ -112,7 +110,7 @@ def vocab_parallel_linear_cross_entropy(
         hidden,
         weight,
         target,
-        _gather(comm),
+        comm.stacked,
         bias,
         vocab_start=comm.rank * len(weight),
         vocab_size=comm.size * len(weight),
@@ -122,12 +120,3 @@ def vocab_parallel_linear_cross_entropy(
         label_smoothing=label_smoothing,
         chunk_size=chunk_size,
     )
-
-
-def _gather(comm: Communicator) -> Callable[[Tensor], Tensor]:
-    def gather(statistics: Tensor) -> Tensor:
-        gathered = statistics.new_empty(comm.size, *statistics.shape)
-        comm.all_gather(gathered, statistics)
-        return gathered
-
-    return gather

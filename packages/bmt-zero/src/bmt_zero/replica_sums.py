@@ -46,8 +46,7 @@ def verify_replicas(module: nn.Module, context: ParallelContext | None = None) -
     mine = torch.zeros(int(count), 2, dtype=torch.int64, device=world.device)  # rows of zeros are padding
     if rows:
         mine[: len(rows)] = torch.tensor(rows, device=world.device)
-    everyone = mine.new_empty(world.size, *mine.shape)
-    world.all_gather(everyone, mine)
+    everyone = world.stacked(mine)
     sums: dict[int, dict[int, int]] = {}  # by part and rank
     for rank, of_rank in enumerate(everyone.tolist()):
         for key, total in of_rank:

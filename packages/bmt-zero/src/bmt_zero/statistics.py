@@ -70,8 +70,7 @@ def over_ranks(numbers: Tensor, comm: Communicator, *, replicas: bool = False) -
     """
     if comm.size == 1 or not len(numbers):
         return numbers
-    rows = numbers.new_empty(comm.size, *numbers.shape, device=comm.device)
-    comm.all_gather(rows, numbers.to(comm.device).contiguous())
+    rows = comm.stacked(numbers.to(comm.device).contiguous())
     together = combine(rows)
     if replicas:
         bits = rows.view(torch.int64)
