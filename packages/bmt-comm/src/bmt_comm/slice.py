@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -163,10 +165,15 @@ def tp_shard_of(full: Tensor, where: Slice) -> Tensor:
         return full
     if not where.tp_blocks or where.tp_comm is None:
         return full.narrow(where.tp_dim, where.tp_offset, where.tp_extent)
-    size, rank = where.tp_comm.size, where.tp_comm.rank
-    blocks = full.split(where.tp_blocks, dim=where.tp_dim)
-    parts = [b.narrow(where.tp_dim, n // size * rank, n // size) for b, n in zip(blocks, where.tp_blocks, strict=True)]
-    return torch.cat(parts, dim=where.tp_dim)
+    parts = block_parts(where.tp_blocks, where.tp_comm.rank, where.tp_comm.size)
+    return torch.cat([full.narrow(where.tp_dim, begin, length) for begin, _, length in parts], dim=where.tp_dim)
+
+
+def block_parts(blocks: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
+    """The part that one of ``size`` ranks has of each block: (begin in the tensor, begin in the shard, length)."""
+    lengths = [block // size for block in blocks]
+    begins = zip(accumulate(blocks, initial=0), accumulate(lengths, initial=0), lengths)
+    return [(block + rank * length, in_shard, length) for block, in_shard, length in begins]
 
 
 def select_rows(shard: Tensor, where: Slice) -> Tensor:

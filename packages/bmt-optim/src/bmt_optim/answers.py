@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_comm.slice import block_parts
+
 from .exchange import Reduction, Transfer
 from .logical_params import LogicalParam
 from .requests import Broadcast, GatherToOwner, Max, Request, Scatter, Sum
@@ -294,16 +296,11 @@ def regions(
     where, dim = logical.where, logical.where.tp_dim
     assert dim is not None
     offset, extent = logical.tp_ranges[tp_rank]
-    blocks = [(0, offset, extent)]
+    blocks = [(offset, 0, extent)]
     if where.tp_blocks:
-        ranks = len(logical.tp_ranges)
-        blocks, at, start = [], 0, 0
-        for block in where.tp_blocks:
-            part = block // ranks
-            blocks.append((at, start + part * tp_rank, part))
-            at, start = at + part, start + block
+        blocks = block_parts(where.tp_blocks, tp_rank, len(logical.tp_ranges))
     shard_shape = (*where.shape[:dim], extent, *where.shape[dim + 1 :])
-    for in_shard, in_unsharded, length in blocks:
+    for in_unsharded, in_shard, length in blocks:
         yield (
             None if tp_shard is None else tp_shard.reshape(shard_shape).narrow(dim, in_shard, length),
             None if unsharded is None else unsharded.narrow(dim, in_unsharded, length),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bmt_comm import Slice
+from bmt_comm.slice import block_parts
 
 
 class Region(NamedTuple):
@@ -61,7 +62,10 @@ def regions_of(where: Slice, itemsize: int) -> list[Region]:
     inner = math.prod(where.shape[where.tp_dim + 1 :])
     row, shard_row = where.shape[where.tp_dim] * inner, where.tp_extent * inner
     regions = []
-    for begin, shard_begin, length in _parts_along(where):
+    parts = [(where.tp_offset, 0, where.tp_extent)]
+    if where.tp_blocks and where.tp_comm is not None:
+        parts = block_parts(where.tp_blocks, where.tp_comm.rank, where.tp_comm.size)
+    for begin, shard_begin, length in parts:
         run = length * inner
         # The runs are at o·row + begin·inner of the logical tensor, and at o·shard_row + shard_begin·inner of the
         # shard, for o < outer. Those at both ends of the range may be incomplete.
@@ -74,19 +78,6 @@ def regions_of(where: Slice, itemsize: int) -> list[Region]:
                     _merged(Region(logical, high - low, low - first, count, row * (count > 1), shard_row * (count > 1)))
                 )
     return [Region(*(n if k == 3 else n * itemsize for k, n in enumerate(region))) for region in regions]
-
-
-def _parts_along(where: Slice) -> Iterator[tuple[int, int, int]]:
-    """This rank's part of each block along ``tp_dim``: (begin in the tensor, begin in the shard, length)."""
-    if not where.tp_blocks or where.tp_comm is None:
-        yield where.tp_offset, 0, where.tp_extent
-        return
-    size, rank = where.tp_comm.size, where.tp_comm.rank
-    block = shard_begin = 0
-    for length in where.tp_blocks:
-        part = length // size
-        yield block + part * rank, shard_begin, part
-        block, shard_begin = block + length, shard_begin + part
 
 
 def _complete(outer: int, stride: int, begin: int, run: int, first: int, last: int) -> Iterator[tuple[int, int]]:
