@@ -22,7 +22,6 @@ from bmt_zero.checkpoints.headers import (
     Entry,
     dtype_name,
     lay_out,
-    natural_key,
     parse_head,
 )
 from bmt_zero.checkpoints.memory import view_of
@@ -36,6 +35,7 @@ from bmt_zero.checkpoints.regions import (
     regions_of,
     unpack,
 )
+from bmt_zero.stage_entry import natural_key
 
 # --- slices as bytes ------------------------------------------------------------------------------
 

@@ -39,6 +39,19 @@ def complete_file(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def obstacle(path: Path) -> str | None:
+    """Why a file cannot be written, as far as it can be known before it is opened.
+
+    Raises:
+        OSError: this cannot be told, for example without permission to read the folder.
+    """
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "it is a folder"
+    return "it is no regular file" if path.exists() and not path.is_file() else None
+
+
 def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     """A temporary file, locked until it is closed, so that others see that its process lives."""
     while True:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmt_comm import is_dtensor
-from bmt_comm.durable import complete_file
+from bmt_comm.durable import complete_file, obstacle
 
 from .manager import OptimManager, gathers
 from .state_dict import keeps_gathered_state
 
 _log = logging.getLogger(__name__)
-_writer: ThreadPoolExecutor | None = None
+_writer = ThreadPoolExecutor(1, "bmt-optim-save")  # one thread, so that files are written in the order of the calls
 
 
 def save_optimizer(
@@ -60,8 +60,8 @@ def save_optimizer(
                 f"bmt_zero.Checkpointer"
             )
     writes = keeps_gathered_state()
-    obstacle = _obstacle(path) if writes else None
-    reports = _from_all_ranks((str(path) if writes else None, obstacle and f"cannot write {path}: {obstacle}"))
+    problem = _obstacle(path) if writes else None
+    reports = _from_all_ranks((str(path) if writes else None, problem and f"cannot write {path}: {problem}"))
     _raise_first(path, [problem for _, problem in reports])
     targets = [target for target, _ in reports if target is not None]
     for target in targets:
@@ -76,8 +76,7 @@ def save_optimizer(
         done.set_result(None)
     else:
         try:
-            # In the order of the calls, which may be for the same file.
-            done = _background().submit(_write, _detached(optimizer, state), path)
+            done = _writer.submit(_write, _detached(optimizer, state), path)
         except Exception as failure:  # reported to the other ranks below
             done.set_exception(failure)
     if non_blocking:
@@ -119,11 +118,7 @@ def _copied(value: Any) -> Any:
 def _obstacle(path: Path) -> str | None:
     """Why the file cannot be written, as far as it can be known before the state is gathered."""
     try:
-        if not path.parent.is_dir():
-            return f"there is no folder {path.parent}"
-        if path.is_dir():
-            return "it is a folder"
-        return "it is no regular file" if path.exists() and not path.is_file() else None
+        return obstacle(path)
     except OSError as error:  # such as a folder without read permission
         return str(error)
 
@@ -140,14 +135,6 @@ def _raise_first(path: Path, problems: list[str | None]) -> None:
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise RuntimeError(f"rank {rank} cannot write {path}: {problem}")
-
-
-def _background() -> ThreadPoolExecutor:
-    """One thread. The interpreter finishes its work before it exits."""
-    global _writer
-    if _writer is None:
-        _writer = ThreadPoolExecutor(1, "bmt-optim-save")
-    return _writer
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

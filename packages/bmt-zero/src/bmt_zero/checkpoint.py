@@ -23,6 +23,7 @@ from bmt_comm import (
     shard_of,
     slice_of,
 )
+from bmt_comm.durable import obstacle
 
 from .checkpoints.contents import check_dense, check_has_values
 from .checkpoints.headers import NAMES, Entry
@@ -94,7 +95,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     def prepare() -> None:
         nonlocal target
         target = Path(os.path.realpath(path))  # a symbolic link stays one, and its name gives the format
-        _check_target(target)
+        if problem := obstacle(target):
+            raise RuntimeError(f"rank 0 could not write {target}: {problem}")
         kinds = {i: Placeholder(n[0], shape_of(entries[n[0]]) or (), dtype_of(entries[n[0]])) for i, n in names.items()}
         state = {n: others[n] if n in others else kinds[id(v)] for n, v in entries.items()}
         files.append(weight_file(path, with_versions(state, versions_of(entries))))
@@ -290,19 +292,6 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
     finally:
         for loader in loaders:
             loader.close()
-
-
-def _check_target(path: Path) -> None:
-    """Raise if the file clearly cannot be written, before the model is unsharded."""
-    problem = None
-    if not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif path.is_dir():
-        problem = "it is a folder"
-    elif path.exists() and not path.is_file():
-        problem = "it is no regular file"
-    if problem is not None:
-        raise RuntimeError(f"rank 0 could not write {path}: {problem}")
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from bmt_comm import Communicator, Work, packing
 from bmt_comm.packing import Packing
+from bmt_comm.work import Pending
 
 Kind = Literal["int8", "float8"]
 
@@ -73,7 +73,7 @@ class Compression:
             for values, each in zip(chunks.unbind(), packed.unbind(), strict=True):
                 how.unpack(values, each)
 
-        unpacking = _Then(work, unpack_all)
+        unpacking = Pending([work], unpack_all, None)
         if not async_op:
             unpacking.wait()
         return unpacking
@@ -85,20 +85,3 @@ class Compression:
         """
         assert self.gradients is not None
         return comm.packed_reduce_scatter(out, src, Packing(self.gradients, self.block), async_op, label)
-
-
-class _Then:
-    """A collective, and a function ``finish`` that the first ``wait`` calls after it."""
-
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._finish is not None:
-            self._finish()
-        self._finish = None
-
-    def is_completed(self) -> bool:
-        return self._finish is None

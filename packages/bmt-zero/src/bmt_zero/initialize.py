@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bmt_comm import ParallelContext, check_agreement, current_context
 
 from .fill_order import Fill, generators_of_rank_0, run_in_order, without_drawing
+from .kept_results import written_tensors
 from .shard import sharding_of
 from .sharded_parameter import ShardedParameter
 from .state import raise_on_all, write_logical
@@ -258,12 +259,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, Tensor):
-                        self.storages.add(tensor.untyped_storage()._cdata)
+        self.storages.update(x.untyped_storage()._cdata for x in written_tensors(func, args, kwargs))
         return func(*args, **kwargs)
 
 

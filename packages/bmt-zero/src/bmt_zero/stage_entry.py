@@ -11,9 +11,10 @@ import torch
 from bmt_comm import Communicator
 
 
-def natural_key(name: str) -> tuple[Any, ...]:
-    """A key by which "layers.10" comes after "layers.9". Not empty."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key that puts ``layers.2`` before ``layers.10``. Not empty. Different names have different keys."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((1, int(part), part) if number % 2 else (0, 0, part) for number, part in enumerate(parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -375,12 +375,14 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     missing = [name for name in expected if name not in shapes]
     surplus = [name for name in shapes if name not in expected]
     if strict and missing:
-        problems.append(f"missing entries: {_some(missing)}")
+        problems.append(f"missing entries: {some_names(missing)}")
     if strict and surplus:
-        problems.append(f"entries the model does not have: {_some(surplus)}")
+        problems.append(f"entries the model does not have: {some_names(surplus)}")
     if shapes and not strict and len(surplus) == len(shapes):
         _log.warning(
-            "nothing is loaded: of the entries, %s, the model has none; it has %s", _some(surplus), _some([*expected])
+            "nothing is loaded: of the entries, %s, the model has none; it has %s",
+            some_names(surplus),
+            some_names([*expected]),
         )
     for name, shape in shapes.items():
         expected_shape = shape_of(expected.get(name))
@@ -543,9 +545,10 @@ class _Place:
             self.module.set_extra_state(state)
 
 
-def _some(names: list[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+def some_names(names: list[str]) -> str:
+    """The first five, for a message."""
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def raise_on_all(comm: Communicator, problem: Exception | None) -> None:

@@ -10,13 +10,14 @@ import errno
 import itertools
 import json
 import math
-import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from bmt_zero.stage_entry import natural_key
 
 DTYPES = {
     "F64": torch.float64,
@@ -116,12 +117,6 @@ class FileLayout:
     offsets: tuple[int, ...]
     size: int
     section: str = ""
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts ``layers.2`` before ``layers.10``. Different names have different keys."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(1, int(part), part) if number % 2 else (0, 0, part) for number, part in enumerate(parts)]
 
 
 def lay_out_file(name: str, entries: Iterable[Entry], section: str = "") -> FileLayout:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmt_comm import whole
+from bmt_zero.state import some_names
 
 from .contents import Content
 from .headers import DTYPES, DamagedError, Entry
@@ -32,9 +33,9 @@ def check_fit(
     problems = []
     missing, surplus = [n for n in needs if n not in has], [n for n in has if n not in needs]
     if strict and missing:
-        problems.append(f"{what} lacks {_some(missing)}")
+        problems.append(f"{what} lacks {some_names(missing)}")
     if strict and surplus:
-        problems.append(f"{what} has {_some(surplus)}, which is not wanted")
+        problems.append(f"{what} has {some_names(surplus)}, which is not wanted")
     for name, entry in needs.items():
         theirs = has.get(name)
         if theirs is None:
@@ -51,11 +52,6 @@ def check_fit(
 def converts(source: torch.dtype | None, target: torch.dtype) -> bool:
     """Whether numbers of one dtype may be read into tensors of another."""
     return source == target or (source is not None and source.is_floating_point and target.is_floating_point)
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def check_range(contents: Iterable[Content], source: Source) -> None:
