@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
@@ -307,13 +308,13 @@ def init_distributed(
             chosen,
             pipe_size,
             tp_size,
+            timeout,
             local_rank=local_rank,
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
             num_micro_batches=num_micro_batches or pipe_size,
             zero_level=zero_level,
             deterministic=deterministic,
             owns_process_group=not adopt,
-            timeout=timeout,
         )
     except BaseException:
         watch.stop(leaves=False)
@@ -447,18 +448,9 @@ def _choose_device(
 
 
 def _lay_out(
-    device: torch.device,
-    pipe_size: int,
-    tp_size: int,
-    *,
-    local_rank: int,
-    local_size: int,
-    num_micro_batches: int,
-    zero_level: int,
-    deterministic: bool,
-    owns_process_group: bool,
-    timeout: datetime.timedelta,
+    device: torch.device, pipe_size: int, tp_size: int, timeout: datetime.timedelta, **settings: Any
 ) -> ParallelContext:
+    """The context, with its communicators. ``settings`` are further attributes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = world_size // (pipe_size * tp_size)
     grid = torch.arange(world_size, device="cpu").view(pipe_size, data_size, tp_size)
@@ -482,15 +474,10 @@ def _lay_out(
         mesh=mesh,
         device=device,
         rank=rank,
-        local_rank=local_rank,
         world_size=world_size,
-        local_size=local_size,
         pipe_size=pipe_size,
         data_size=data_size,
         tp_size=tp_size,
-        num_micro_batches=num_micro_batches,
-        zero_level=zero_level,
-        deterministic=deterministic,
         world=world,
         zero=zero,
         tp_zero=tp_zero,
@@ -502,8 +489,8 @@ def _lay_out(
         pipe_channels=pipe_channels,
         pipe_host=pipe_host,
         zero_host=zero_host,
-        owns_process_group=owns_process_group,
         subgroups=tuple(groups.made),
+        **settings,
     )
 
 

@@ -54,7 +54,8 @@ class Adapter:
 def adamw(options: Options) -> dict[str, Any]:
     """The options of AdamW, by torch or by us."""
     refuse(options, amsgrad=False, differentiable=False, hold_steps=0)
-    _refuse_capturable(options)
+    if options.get("capturable"):
+        raise ValueError("capturable=True has no counterpart: steps communicate, and are not captured in CUDA graphs")
     converted = {**pick(options, "lr", "eps", "weight_decay"), "maximize": bool(options.get("maximize"))}
     return {**converted, "betas": tuple(number(beta) for beta in options["betas"])}
 
@@ -196,11 +197,6 @@ def _qualified_name(cls: type) -> str:
     # Versions of torch differ in the modules within torch.optim.
     module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
     return f"{module}.{cls.__qualname__}"
-
-
-def _refuse_capturable(options: Options) -> None:
-    if options.get("capturable"):
-        raise ValueError("capturable=True has no counterpart: steps communicate, and are not captured in CUDA graphs")
 
 
 def _overrides(derived: type, base: type) -> bool:

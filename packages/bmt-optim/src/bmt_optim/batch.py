@@ -102,7 +102,7 @@ class Batch:
             grad = grad * self.grad_factor
         return grad
 
-    def writable(self, indices: Sequence[int] | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
+    def writable(self) -> Iterator[tuple[list[int], list[Tensor]]]:
         """The weights, to be updated in place: fp32 tensors, in portions of indices and weights.
 
         A parameter in half precision gets its rounded weight when the loop goes on to the next portion. A master is
@@ -113,7 +113,7 @@ class Batch:
                 for i, weight in zip(indices, weights):
                     weight.sub_(updates[i])
         """
-        direct, rest = self._by_way(indices)
+        direct, rest = self._by_way(None)
         if direct:
             yield direct, [self.weights[i] for i in direct]
             self._store(i for i in direct if self.weights[i] is not self._locals[i])

@@ -24,7 +24,7 @@ from .galore_projection import (
     projector_of,
     side_of,
 )
-from .galore_step import plain_rule, projected_rule
+from .galore_step import Projected, plain_rule
 from .moments import Moments, host_state, moments_layout
 from .options import check_betas, check_not_negative, check_whole, declared
 from .percentile_clipping import HISTORY
@@ -250,7 +250,7 @@ class DistGaloreAdamW(DistributedOptimizer):
             },
             self.corrects_eps,
         )
-        return projected_rule(batch, moments) if "rank" in batch.options else plain_rule(batch, moments)
+        return Projected(batch, moments).rule() if "rank" in batch.options else plain_rule(batch, moments)
 
 
 def _quantisation(args: Any) -> dict[str, Any]:

@@ -55,13 +55,8 @@ def plain_rule(batch: Batch, moments: Moments) -> Rule:
             torch._foreach_mul_(params, kept)
 
 
-def projected_rule(batch: Batch, moments: Moments) -> Rule:
-    """The step of a batch in a group with a rank: GaLore."""
-    return _Projected(batch, moments).rule()
-
-
-class _Projected:
-    """The state of a step between its rounds."""
+class Projected:
+    """The step of a batch in a group with a rank: GaLore. It holds the state between the rounds."""
 
     def __init__(self, batch: Batch, moments: Moments) -> None:
         self.batch, self.moments = batch, moments

@@ -32,14 +32,17 @@ def gather_state(
     """
     slices = [slice_of(p) for p in params]
     keep = keeps_gathered_state()
-    steps = _agreed_steps([int(state[i]["step"]) if i in state else -1 for i in range(len(params))], params, slices)
+    steps = _agreed_steps([int(state[i]["step"]) if i in state else -1 for i in range(len(params))], slices)
     gathered: dict[int, dict[str, Any]] = {}
     for index, (param, step) in enumerate(zip(params, steps)):
         if step < 0:  # no rank has a state for it
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
         for key, (where, dtype) in tensors[index].items():
-            local = state[index][key] if index in state else _no_state(param, where, dtype)
+            if index in state:
+                local = state[index][key]
+            else:
+                local = torch.zeros(where.local_shape, dtype=dtype, device=param.device)
             full = unshard(local, where)
             if keep:
                 # Without shards there was no copy, and the result must not be the memory of the state.
@@ -174,7 +177,7 @@ def step_record(param: Tensor, step: int) -> StateRecord:
     return StateRecord(param, "step", Slice((), 0, 1), torch.tensor(int(step), dtype=torch.int64, device="cpu"), counts)
 
 
-def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[Slice]) -> list[int]:
+def _agreed_steps(steps: list[int], slices: Sequence[Slice]) -> list[int]:
     """The largest step of each parameter over the ranks that share it. A rank with an empty shard may lag."""
     agreed = list(steps)
     for mesh, indices in by_mesh(slices):
@@ -184,10 +187,6 @@ def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[S
             for i, step in zip(indices, vector.tolist()):
                 agreed[i] = step
     return agreed
-
-
-def _no_state(param: Tensor, where: Slice, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(where.local_shape, dtype=dtype, device=param.device)
 
 
 def keeps_gathered_state() -> bool:

@@ -75,9 +75,9 @@ class StateTensor:
         return dtensor_like(local, self.part(slice_of(param)), param)
 
 
-def like_parameter(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
+def like_parameter(shape: Sequence[int]) -> StateTensor:
     """One number per element, such as a moment or a master weight."""
-    return StateTensor(tuple(range(len(shape))), dtype)
+    return StateTensor(tuple(range(len(shape))))
 
 
 def row_statistic(shape: Sequence[int]) -> StateTensor:
@@ -95,6 +95,6 @@ def per_parameter() -> StateTensor:
     return StateTensor(())
 
 
-def replicated(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
+def replicated(shape: Sequence[int]) -> StateTensor:
     """A tensor of its own shape that all ranks have, such as a projector."""
-    return StateTensor(tuple(Size(n) for n in shape), dtype)
+    return StateTensor(tuple(Size(n) for n in shape))

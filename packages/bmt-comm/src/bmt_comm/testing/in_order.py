@@ -62,7 +62,7 @@ def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
         eager: as if ``init_process_group`` had been given a ``device_id``.
     """
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _gloo, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, dist.ProcessGroupGloo, devices=["cpu"])
     connection = _Connection(address, rank)
     new_group, split_group = dist.new_group, dist.split_group
 
@@ -96,10 +96,6 @@ def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
         dist.new_group, dist.split_group = new_group, split_group
         del transports[BACKEND], transports["gloo"]
         connection.close()
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class _Connection:

@@ -250,7 +250,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
         unended = [] if referee.rules.failure else referee.rules.unended()
     _attach_output(pyfuncitem, reports)
-    _conclude(pyfuncitem, reports)
+    _conclude(reports)
     if unended:
         listing = "\n".join(f"rank {each.rank}: {each}" for each in unended)
         raise pytest.fail.Exception(f"operations have not ended\n{listing}", pytrace=False)
@@ -296,7 +296,7 @@ def _attach_output(item: pytest.Function, reports: Sequence[RankReport]) -> None
                 print("".join(f"[rank {report.rank}] {line}\n" for line in text.splitlines()), end="")
 
 
-def _conclude(item: pytest.Function, reports: Sequence[RankReport]) -> None:
+def _conclude(reports: Sequence[RankReport]) -> None:
     """Turn the ends of all ranks into the outcome of the test."""
     __tracebackhide__ = True
     if any(report.failed for report in reports):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,10 +133,6 @@ def _reference(subject: Subject, case: Case, start: Sequence[Tensor], ranks: int
     return [p.detach() for p in params]
 
 
-def _is_ours(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimizer]:
-    return isinstance(optimizer, DistributedOptimizer)
-
-
 class _Training:
     """One rank's part of a training."""
 
@@ -158,7 +154,7 @@ class _Training:
         trained = {i: p for i, p in self.params.items() if p.requires_grad}
         self.optimizer = self.subject.optimizer(_groups(self.subject, self.case, trained), **self.subject.options)
         self.manager: OptimManager | None = None
-        if _is_ours(self.optimizer):
+        if isinstance(self.optimizer, DistributedOptimizer):
             if isinstance(self.model, nn.parallel.DistributedDataParallel):
                 self.optimizer.share_with_replicas(self.model.process_group)
             scale = 1024.0 if self.case.overflow else None
@@ -169,7 +165,7 @@ class _Training:
         """Go on in a new model and a new optimizer, with the full state."""
         weights = self.unsharded()
         states = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        ours = _is_ours(self.optimizer)
+        ours = isinstance(self.optimizer, DistributedOptimizer)
         if ours:
             state = [self.optimizer.state_dict(gather=True)]  # type: ignore[call-arg]
         else:

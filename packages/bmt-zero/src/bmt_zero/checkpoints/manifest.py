@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,8 @@ class Manifest:
 
 def record_of(content: bytes) -> FileRecord:
     """The record of a file with this content."""
-    return FileRecord(len(content), tuple(checksums_of(memoryview(content))))
-
-
-def checksums_of(content: memoryview) -> Iterable[int]:
-    """The checksum of each piece."""
-    return (crc32(content[at : at + PIECE]) for at in range(0, len(content), PIECE))
+    view = memoryview(content)
+    return FileRecord(len(view), tuple(crc32(view[at : at + PIECE]) for at in range(0, len(view), PIECE)))
 
 
 def is_file_name(name: Any) -> bool:
