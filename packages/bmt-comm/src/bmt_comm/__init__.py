@@ -15,8 +15,10 @@ from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import (
     ParallelContext,
+    context_or_none,
     current_context,
     init_distributed,
+    is_deterministic,
     is_initialized,
     shutdown,
 )
@@ -115,6 +117,7 @@ __all__ = [
     "check_agreement",
     "check_initializer",
     "config",
+    "context_or_none",
     "current_context",
     "dtensor_like",
     "expected_scale",
@@ -126,6 +129,7 @@ __all__ = [
     "inside_checkpoint",
     "is_called_by_optimizer",
     "is_called_from",
+    "is_deterministic",
     "is_dtensor",
     "is_initialized",
     "is_piece",

@@ -237,7 +237,7 @@ class Communicator:
             )
         flat, mine = _flat(out), _flat(src)
         numel = mine.numel()
-        self._count("all_gather", (self.size - 1) * _bytes(mine))
+        self._count("all_gather", (self.size - 1) * mine.nbytes)
         if self.size == 1:
             _copy_unless_same(flat, mine)
             return DONE
@@ -279,7 +279,7 @@ class Communicator:
             )
         flat, mine = _flat(src), _flat(out)
         numel = mine.numel()
-        self._count("reduce_scatter", (self.size - 1) * _bytes(mine))
+        self._count("reduce_scatter", (self.size - 1) * mine.nbytes)
         if self.size == 1:
             _copy_unless_same(mine, flat)
             return DONE
@@ -325,7 +325,7 @@ class Communicator:
         on_host = self._on_host if self.group is not None and not src.is_cuda else None
         if isinstance(on_host, HostsCollectives):
             hosts = on_host.host_count
-            self._count("reduce_scatter", (self.size - hosts) * _bytes(chunks[0]))
+            self._count("reduce_scatter", (self.size - hosts) * chunks[0].nbytes)
             self._count("send", (hosts - 1) * packing.bytes(numel))
             operation = self._begin("packed_reduce_scatter", packing, src, label)
             work = on_host.packed_reduce_scatter(mine, chunks, packing, operation)
@@ -350,7 +350,7 @@ class Communicator:
         """
         check_op(op, tensor)
         self._check_memory(tensor=tensor)
-        self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
+        self._count("all_reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation = self._begin("all_reduce", op, tensor, label)
@@ -387,7 +387,7 @@ class Communicator:
         """
         self._check_rank("root", root)
         self._check_memory(tensor=tensor)
-        self._count("broadcast", (self.size - 1) * _bytes(tensor) if self.rank == root else 0)
+        self._count("broadcast", (self.size - 1) * tensor.nbytes if self.rank == root else 0)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         flat = _flat(tensor)
@@ -404,7 +404,7 @@ class Communicator:
         Through shared memory it does not wait for the receive, unless 64 MiB of messages have not been received.
         """
         data = self._message(tensor, peer, tag)
-        self._count("send", _bytes(tensor))
+        self._count("send", tensor.nbytes)
         operation = self._note("send to", peer, tensor)
         if self._transport is not None:
             return self._finish_now(self._transport.send(data, peer, tag), async_op, operation, (peer,))
@@ -444,13 +444,12 @@ class Communicator:
         Ranks that send to each other must use this: NCCL runs the operations between two ranks in order, so both
         ranks would wait for ever in their sends.
         """
-
         incoming = [(self._message(tensor, peer, 0), peer) for tensor, peer in recvs]
         outgoing = [(self._message(tensor, peer, 0), peer) for tensor, peer in sends]
         if not incoming and not outgoing:
             return DONE
         for tensor, _ in sends:
-            self._count("send", _bytes(tensor))
+            self._count("send", tensor.nbytes)
         receives: list[MessageWork] = []
         try:
             if self._transport is not None:
@@ -597,10 +596,6 @@ class _Call:
 def _check_same_dtype(name: str, out: Tensor, src: Tensor) -> None:
     if out.dtype != src.dtype:
         raise ValueError(f"{name}: out is {out.dtype} and src is {src.dtype}; they must have the same dtype")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _flat(tensor: Tensor) -> Tensor:

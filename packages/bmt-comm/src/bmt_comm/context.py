@@ -140,6 +140,16 @@ def is_initialized() -> bool:
     return _current is not None
 
 
+def context_or_none() -> ParallelContext | None:
+    """The process-wide :class:`ParallelContext`; None before :func:`init_distributed`."""
+    return _current
+
+
+def is_deterministic() -> bool:
+    """Whether results do not depend on the number of ranks: see ``init_distributed(deterministic=True)``."""
+    return _current is not None and _current.deterministic
+
+
 def current_context() -> ParallelContext:
     """The process-wide :class:`ParallelContext`.
 

@@ -63,9 +63,6 @@ class PlannedCommunicator(Communicator):
     def barrier(self, async_op: bool = False, label: str = "") -> Work:
         return DONE
 
-    def shared_vector(self, numel: int, dtype: torch.dtype) -> None:
-        return None
-
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj] * self.size
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .collectives import all_gather
 from .communicator import Communicator
-from .context import current_context, is_initialized
+from .context import current_context, is_deterministic
 from .fixed_order import TREE_SUM
 
 
@@ -33,7 +33,7 @@ def sum_loss(loss: Tensor, comm: Communicator | None = None) -> Tensor:
     dtype = loss.dtype if loss.is_floating_point() or loss.is_complex() else torch.get_default_dtype()
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # a sum of halves may overflow
     result = torch.empty(loss.shape, dtype=wide, device=comm.device).copy_(loss.detach())
-    if is_initialized() and current_context().deterministic:
+    if is_deterministic():
         comm.all_reduce(result, TREE_SUM)
         result /= comm.size
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .communicator import Communicator
-from .context import current_context, is_initialized
+from .context import is_deterministic
 from .slice import is_stage_local
 
 
@@ -50,10 +50,6 @@ def over_ranks(value: Tensor, part: Any, combine: Callable[[Tensor], Tensor]) ->
         every = comm.stacked(there, f"{combine.__name__} of {part.bmt_slice.shape}")
         value = combine(every).to(value.device)
     return value
-
-
-def is_deterministic() -> bool:
-    return is_initialized() and current_context().deterministic
 
 
 def norms(

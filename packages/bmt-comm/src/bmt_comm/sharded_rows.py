@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .context import is_deterministic
 from .operation_kinds import (
     ALONG_ROWS,
     INITIALIZERS_OF_MATRICES,
@@ -43,7 +44,7 @@ from .operation_kinds import (
     Kind,
     kind_of,
 )
-from .row_reductions import is_deterministic, norms, of_all, over_ranks, reduce_over, spreading_communicators
+from .row_reductions import norms, of_all, over_ranks, reduce_over, spreading_communicators
 from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, shard_of, unshard_tp
 
 

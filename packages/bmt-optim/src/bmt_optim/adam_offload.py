@@ -185,7 +185,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     # --- mean and variance of the direction -------------------------------------------------------
 
     def _sharing_of(self, param: Tensor) -> Hashable:
-        return sharing_of(param, _context()) if self.record_delta else None
+        return sharing_of(param, bmt_comm.context_or_none()) if self.record_delta else None
 
     def _total(self, deltas: Sequence[tuple[RunBatch, Tensor]]) -> Tensor:
         """Count, sum and sum of squares over all ranks, from the sums of this rank's batches."""
@@ -200,11 +200,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         def of_params(params: Sequence[Tensor]) -> Tensor:
             return local.get(self._sharing_of(params[0]), nothing) if params else nothing
 
-        return reduce_over_ranks(self._params(), of_params, _context(), "sum")
-
-
-def _context() -> bmt_comm.ParallelContext | None:
-    return bmt_comm.current_context() if bmt_comm.is_initialized() else None
+        return reduce_over_ranks(self._params(), of_params, bmt_comm.context_or_none(), "sum")
 
 
 # The layout of a row: the gradient is read[0], the moments are update[0] and update[1]. A held parameter is read[1].

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import current_context, is_initialized, slice_of
+from bmt_comm import is_deterministic, slice_of
 
 from .adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from .distributed import DistributedOptimizer
@@ -94,7 +94,7 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
     optimizer = vars(optimizer).get("_stands_for", optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
-    same_bits = is_initialized() and current_context().deterministic  # one rank must use the optimizer of several
+    same_bits = is_deterministic()  # one rank must use the optimizer of several
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if same_bits and fused and any(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
         raise ValueError(

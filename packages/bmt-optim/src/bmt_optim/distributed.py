@@ -21,6 +21,7 @@ from bmt_comm import (
     StateRecord,
     current_context,
     is_called_from,
+    is_deterministic,
     is_dtensor,
     is_initialized,
     local_tensor,
@@ -110,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             cls.takes_found_inf = False
 
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
-        if self.sums_over_ranks and is_initialized() and current_context().deterministic:
+        if self.sums_over_ranks and is_deterministic():
             raise ValueError(
                 f"{type(self).__name__} adds up over ranks in an order that depends on their number; with "
                 "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Lion, AdEMAMix, ScheduleFreeAdamW, "

@@ -79,7 +79,7 @@ def extent_of(tensor: Tensor, key: Hashable = None) -> Extent | None:
     return Extent(
         (tensor.dtype, tensor.device, key),
         start,
-        tensor.numel() * tensor.element_size(),
+        tensor.nbytes,
         storage.data_ptr() + storage.nbytes(),
     )
 

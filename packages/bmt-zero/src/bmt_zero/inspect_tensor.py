@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, check_agreement, current_context, is_initialized
+from bmt_comm import ParallelContext, check_agreement, context_or_none
 
 from .recording import Entry, PipelinePlace, Session, SharedTensor, begin_recording, end_recording
 from .statistics import WIDTH, as_statistics, describe, over_ranks, summary_of
@@ -63,7 +63,7 @@ class InspectTensor:
         Every rank must call it. Leaving the context calls it.
         """
         self._parts = {}
-        context = current_context() if is_initialized() else None
+        context = context_or_none()
         if context is None:
             return
         mine = self._tensors()
@@ -164,7 +164,7 @@ class InspectTensor:
         tensors = self._tensors()
         outside = [each for each in tensors if each.place is None]
         inside = [each for each in tensors if each.place is not None]
-        context = current_context() if is_initialized() else None
+        context = context_or_none()
         if context is not None:
             check_agreement(context.world, "the recorded tensors", [each.fact for each in outside])
             check_agreement(

@@ -107,7 +107,7 @@ def _cost(func: OpOverload, args: Any, kwargs: Any, output: Any, inputs: list[Te
     """The time of an operation, as the number of bytes that could be moved meanwhile."""
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-    moved = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+    moved = sum(x.nbytes for x in (*inputs, *outputs))
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return moved + formula(*args, **kwargs, out_val=output) / FLOPS_PER_BYTE

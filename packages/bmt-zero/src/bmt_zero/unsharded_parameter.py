@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
+
+from bmt_comm.plain import PLAIN_TYPES
 
 from .gradient_target import GradientTarget, Place
 
@@ -63,7 +65,7 @@ class UnshardedParameter(Tensor):
 FACTS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
-    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "_version")),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "nbytes", "_version")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "element_size")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__")),
 }
@@ -124,7 +126,8 @@ def _writes(weight: Any, *others: Any) -> bool:
         and weight.dim() == 2
         and weight.requires_grad
         and all(
-            other is None or (type(other) in _PLAIN and other.dtype == weight.dtype and other.device == weight.device)
+            other is None
+            or (type(other) in PLAIN_TYPES and other.dtype == weight.dtype and other.device == weight.device)
             for other in others
         )
         and (weight.is_meta or not torch.is_autocast_enabled(weight.device.type))
@@ -133,7 +136,6 @@ def _writes(weight: Any, *others: Any) -> bool:
     )
 
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _WRITING: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,

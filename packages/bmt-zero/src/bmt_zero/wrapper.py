@@ -317,7 +317,7 @@ def _shard_rest(
     small: list[Slot] = []
     for part in _connected(slots):
         params = {id(slot.param): slot.param for slot in part}
-        if sum(p.numel() * p.element_size() for p in params.values()) < _LARGE:
+        if sum(p.nbytes for p in params.values()) < _LARGE:
             small += part
             continue
         modules = dict.fromkeys(slot.module for slot in part)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import current_context, is_initialized
+from bmt_comm import context_or_none, current_context, is_initialized
 from bmt_zero._version import __version__
 
 from .headers import DTYPES, DamagedError, Entry, dtype_name, lay_out_file, parse_head
@@ -320,7 +320,7 @@ def stage_file() -> tuple[str, bool] | None:
 
     Stages may have different parameter groups and learning rates.
     """
-    context = current_context() if is_initialized() else None
+    context = context_or_none()
     if context is None or context.pipe_size == 1:
         return None
     leads = context.data_rank == 0 and context.tp_rank == 0
