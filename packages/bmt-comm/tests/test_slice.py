@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, shard_of, slice_of, tp_shard_of, unshard_tp, whole
+from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, shard_of, slice_of, tp_shard_of, unshard_tp, unsharded_slice
 from bmt_comm.slice import _chunk_range
 
 
@@ -65,7 +65,7 @@ def test_ranges_are_those_of_torch_chunk(length, parts):
 
 def test_tensors_of_no_dimension_are_one_row():
     scalar = torch.tensor(3.0)
-    assert slice_of(scalar) == whole(scalar) == Slice((), 0, 1)
+    assert slice_of(scalar) == unsharded_slice(scalar) == Slice((), 0, 1)
     held, elsewhere = Slice((), 0, 1), Slice((), 0, 0)
     assert (held.local_shape, held.numel, held.row_numel) == ((), 1, 1)
     assert (elsewhere.local_shape, elsewhere.numel) == ((0,), 0)

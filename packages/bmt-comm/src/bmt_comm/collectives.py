@@ -72,8 +72,8 @@ def broadcast(src: Tensor, root: int, comm: Communicator | None = None) -> Tenso
 def send_activations(hidden_state: Tensor, next_rank: int, comm: Communicator) -> Tensor:
     """Send ``hidden_state`` (any shape and dtype) to ``next_rank`` of ``comm``.
 
-    Returns a zero of shape () that stands for what was sent: include it in what ``backward`` starts from
-    (add it to a loss, or call ``backward()`` on it), and the gradient comes back from the receiver.
+    Returns a zero of shape (). Include it in what ``backward`` starts from (add it to a loss, or call ``backward()`` on
+    it), and the gradient comes back from the receiver.
     """
     wanted = hidden_state.requires_grad and torch.is_grad_enabled()
     return _Send.apply(hidden_state, wanted, next_rank, comm)

@@ -24,7 +24,7 @@ from .memory_ranges import (
     without_the_inner,
 )
 from .plain import is_dense
-from .progress import CollectiveWork, Progress
+from .progress import CollectiveWork, HostWork, Progress
 from .shared_memory import MessageWork
 from .work import Pending, Work
 
@@ -32,7 +32,7 @@ _NO_LIMIT = datetime.timedelta(0)
 _profiler_enabled = torch.autograd._profiler_enabled
 
 
-class GroupMessageWork(dist.Work):
+class GroupMessageWork(HostWork):
     """A single message in flight. A wait without a time-out may take ``seconds``."""
 
     def __init__(self, message: MessageWork, seconds: float) -> None:
@@ -56,11 +56,6 @@ class GroupMessageWork(dist.Work):
         return -1 if self._message.peer is None else self._message.peer
 
     source_rank = _source_rank
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
 
 class CallingGroup(Protocol):
@@ -213,7 +208,7 @@ def _check_writable(tensor: Tensor) -> None:
         )
 
 
-class CopyingWork(dist.Work):
+class CopyingWork(HostWork):
     """A collective of torch's process group that writes copies of its outputs, and copies them back after the wait."""
 
     def __init__(self, work: dist.Work, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -256,11 +251,6 @@ class CopyingWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
 
 def call_with_contiguous(method: Callable[..., Any], arguments: Sequence[Any]) -> Any:

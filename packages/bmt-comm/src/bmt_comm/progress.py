@@ -40,7 +40,16 @@ _NO_LIMIT = datetime.timedelta(0)
 _FOR_EVER = threading.TIMEOUT_MAX
 
 
-class CollectiveWork(dist.Work):
+class HostWork(dist.Work):
+    """Work on the host: streams have nothing to wait for."""
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+
+class CollectiveWork(HostWork):
     """A collective in flight.
 
     Args:
@@ -107,11 +116,6 @@ class CollectiveWork(dist.Work):
 
     def result(self) -> list[Any]:
         return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
     # --- called by Progress -----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ _SECONDS = 1.0  # between two looks
 _FAILED = "failed"
 
 
-class Waiting(Protocol):
+class WaitingCollectives(Protocol):
     """Collectives, as far as this module uses them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Refusals:
         collectives: are stopped if they wait for a rank that was refused.
     """
 
-    def __init__(self, store: dist.Store, rank: int, collectives: Waiting) -> None:
+    def __init__(self, store: dist.Store, rank: int, collectives: WaitingCollectives) -> None:
         self._store, self._rank, self._left = store, rank, threading.Event()
         arguments = weakref.ref(collectives), store, self._left
         self._thread = threading.Thread(target=_look, args=arguments, name="bmt_refusals", daemon=True)
@@ -74,11 +74,11 @@ class Refusals:
 
         Another rank of this host may have looked earlier, and have ended the wait of this rank by leaving.
         """
-        found: list[str | None] = []
-        thread = threading.Thread(target=lambda: found.append(_told(self._store, _key(number))), daemon=True)
+        texts: list[str | None] = []
+        thread = threading.Thread(target=lambda: texts.append(_told(self._store, _key(number))), daemon=True)
         thread.start()
         thread.join(_SECONDS)
-        return (found[0] if found else None) or ""
+        return (texts[0] if texts else None) or ""
 
     def leave(self) -> None:
         """End the thread."""
@@ -92,7 +92,7 @@ def _key(number: int) -> str:
     return f"refused/{number}"
 
 
-def _look(reference: weakref.ref[Waiting], store: dist.Store, left: threading.Event) -> None:
+def _look(reference: weakref.ref[WaitingCollectives], store: dist.Store, left: threading.Event) -> None:
     before = 0
     while not left.wait(_SECONDS):
         collectives = reference()

@@ -221,13 +221,13 @@ def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
     return torch.cat(shards, dim=dim)
 
 
-def whole(tensor: Tensor) -> Slice:
+def unsharded_slice(tensor: Tensor) -> Slice:
     """The slice of a tensor that is not sharded."""
     shape = tuple(tensor.shape)
     return Slice(shape, 0, shape[0] if shape else 1)
 
 
-def is_piece(value: Any) -> bool:
+def is_tp_shard(value: Any) -> bool:
     """Whether it is a tensor-parallel shard of a logical tensor that bmt_zero has not sharded further."""
     where = getattr(value, SLICE_ATTRIBUTE, None) if isinstance(value, Tensor) else None
     return where is not None and where.tp_dim is not None and not hasattr(value, "handle")
@@ -254,7 +254,7 @@ def slice_of(tensor: Tensor) -> Slice:
         if part is None:
             part = _slices[key] = _slice_of_dtensor(tensor)
         return part
-    return whole(tensor)
+    return unsharded_slice(tensor)
 
 
 def is_dtensor(tensor: Any) -> bool:

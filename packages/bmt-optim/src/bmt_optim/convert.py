@@ -48,7 +48,7 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     given to ``optimizer``: state tensors of the full shape are then sharded as the parameters are. State becomes fp32,
     and half-precision parameters get fp32 masters.
 
-    ``optimizer`` then stands for the result: it has the same groups (the same dicts) and state, and stepping it steps
+    ``optimizer`` then forwards to the result: it has the same groups (the same dicts) and state, and stepping it steps
     the result. So a scheduler, say, can go on referring to it.
 
     Args:
@@ -150,7 +150,7 @@ def _without_copies(value: Any) -> Any:
 
 
 def _take_place(new: DistributedOptimizer, old: torch.optim.Optimizer) -> None:
-    """Let ``old`` stand for ``new``: with its groups, state and hooks, and its methods."""
+    """Let ``old`` forward to ``new``: with its groups, state and hooks, and its methods."""
     for theirs, group in zip(old.param_groups, new.param_groups):
         theirs.update(group)
     new.param_groups, old.state, old.defaults = old.param_groups, new.state, new.defaults

@@ -165,7 +165,7 @@ class OptimManager:
         """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`.
 
         Where parameters are sharded, an optimizer that needs statistics of whole layers is converted by
-        :func:`to_distributed`, and the result is stepped in its place. ``optimizer`` stands for the result: scripts
+        :func:`to_distributed`, and the result is stepped in its place. ``optimizer`` forwards to the result: scripts
         and schedulers use it as before. Optimizers that share a parameter are stepped in the order in which they were
         added before the first step.
 
@@ -662,7 +662,7 @@ def gathers(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _takes(optimizer: torch.optim.Optimizer, method: str, name: str) -> bool:
-    """Whether a method has a parameter ``name``. It may be that of the optimizer that this one stands for."""
+    """Whether a method has a parameter ``name``. It may be that of the optimizer that this one forwards to."""
     return name in inspect.signature(getattr(optimizer, method)).parameters
 
 

@@ -20,7 +20,7 @@ from .blockwise import absmax_layout, dequantise, finite_absmax, local_absmax, q
 from .requests import Rule
 from .state_layout import StateTensor
 
-MOMENTS = (("exp_avg", "absmax_avg", True), ("exp_avg_sq", "absmax_avg_sq", False))
+_MOMENTS = (("exp_avg", "absmax_avg", True), ("exp_avg_sq", "absmax_avg_sq", False))
 """For each moment: its state tensor, that of its blocks' absmax where it is in 8 bits, and whether it has signs."""
 _ZERO_CODES = {True: 127, False: 0}
 _SETTLED = 1 << 30
@@ -32,9 +32,9 @@ _PAGED = 100_000
 def moments_layout(dims: tuple[Any, ...], numel: int, options: Mapping[str, Any]) -> dict[str, StateTensor]:
     """The moments of gradients with ``dims`` (see :class:`StateTensor`) and, in all, ``numel`` elements."""
     if options["nbits"] != 8 or numel < options["min_8bit_size"]:
-        return {key: StateTensor(dims) for key, _, _ in MOMENTS}
+        return {key: StateTensor(dims) for key, _, _ in _MOMENTS}
     layout = {}
-    for key, absmax, signed in MOMENTS:
+    for key, absmax, signed in _MOMENTS:
         layout[key] = StateTensor(dims, torch.uint8, _ZERO_CODES[signed])
         layout[absmax] = absmax_layout(layout[key])
     return layout
@@ -99,7 +99,7 @@ class Moments:
 
         if shared.edges:
             self._edges = []
-            for key, absmax_key, signed in MOMENTS:
+            for key, absmax_key, signed in _MOMENTS:
                 codes = shared.rows(functools.partial(self._state, key), torch.uint8)
                 absmax = shared.absmax(functools.partial(self._state, absmax_key)).to(self._device)
                 self._edges.append(bmt_kernels.dequantize_blockwise(codes, absmax, signed=signed))
@@ -122,7 +122,7 @@ class Moments:
         self._agreed_absmax = absmax
         if self.shared.edges:
             self._edge_absmax = absmax[self.shared.places]
-            for n, (_, _, signed) in enumerate(MOMENTS):
+            for n, (_, _, signed) in enumerate(_MOMENTS):
                 # Elements of other ranks are filled with the absmax, so that the kernel computes the same absmax.
                 rows = torch.where(self.shared.held, self._edges[n], self._edge_absmax[n, :, None])
                 self._edges[n], _ = bmt_kernels.quantize_blockwise(rows, signed=signed)
@@ -163,7 +163,7 @@ class Moments:
                 if not members:
                     continue
                 lists, copied = chosen(members)
-                keys = [key for key, _, _ in MOMENTS] + ([key for _, key, _ in MOMENTS] if eight else [])
+                keys = [key for key, _, _ in _MOMENTS] + ([key for _, key, _ in _MOMENTS] if eight else [])
                 lists += [[states[n][key] for n in members] for key in keys]
                 if eight:
                     offsets = [span_of(self._parts[indices[n]]).offset for n in members]
@@ -179,7 +179,7 @@ class Moments:
 
     def _correct_edges(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace the codes that the kernel made by this rank's absmax by those made by the absmax of all ranks."""
-        for n, (key, absmax_key, _) in enumerate(MOMENTS if self._agreed_absmax is not None else ()):
+        for n, (key, absmax_key, _) in enumerate(_MOMENTS if self._agreed_absmax is not None else ()):
             for i in states.keys() & self.shared.edges.keys():
                 for edge, number in zip(self.shared.edges[i], self.shared.numbers[i]):
                     codes = self._edges[n][number, edge.offset : edge.offset + edge.stop - edge.start]
@@ -189,7 +189,7 @@ class Moments:
     def _store(self, i: int, state: Mapping[str, Tensor], moments: Sequence[Tensor]) -> None:
         part = self._parts[i]
         span = span_of(part)
-        for n, (key, absmax_key, signed) in enumerate(MOMENTS):
+        for n, (key, absmax_key, signed) in enumerate(_MOMENTS):
             if self._agreed_absmax is not None and i in self.shared.parts:
                 absmax = self.shared.of(self._agreed_absmax, i)[n, span.first : span.last]
             else:
@@ -201,7 +201,7 @@ class Moments:
         return self._states[i][key]
 
     def _dequantised(self, i: int, state: Mapping[str, Tensor]) -> list[Tensor]:
-        return [dequantise(state[key], state[absmax], self._parts[i], signed) for key, absmax, signed in MOMENTS]
+        return [dequantise(state[key], state[absmax], self._parts[i], signed) for key, absmax, signed in _MOMENTS]
 
     @contextlib.contextmanager
     def _on_device(self, indices: Sequence[int], store: bool = True) -> Iterator[list[dict[str, Tensor]]]:
@@ -212,7 +212,7 @@ class Moments:
         on_device: list[dict[str, Tensor]] = []
         for i in indices:
             state = self._states[i]
-            keys = [key for key, _, _ in MOMENTS] + ([key for _, key, _ in MOMENTS] if i in self._parts else [])
+            keys = [key for key, _, _ in _MOMENTS] + ([key for _, key, _ in _MOMENTS] if i in self._parts else [])
             on_device.append({key: state[key].to(self._device, non_blocking=True) for key in keys})
         yield on_device
         for i, copies in zip(indices if store else (), on_device):

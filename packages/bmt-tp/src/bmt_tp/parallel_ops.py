@@ -33,7 +33,7 @@ from bmt_comm import Communicator, not_compiled
 from .ops import as_rows, bias_gradient, check_shapes, needed_now, weight_gradient
 from .parameters import unsharded
 from .regions import (
-    Pending,
+    PendingOutput,
     checked_dim,
     gather_along,
     split_along,
@@ -300,10 +300,10 @@ class _ColumnLinear(torch.autograd.Function):
         need_x, *needed = needed_now(ctx)
         flags = iter(needed)
         layers = [(next(flags), dtype is not None and next(flags)) for dtype in ctx.bias_dtypes]
-        gathering: Pending | None = None
+        gathering: PendingOutput | None = None
         if ctx.gather and any(need_weight for need_weight, _ in layers):
             gathering = start_gather(x.to(grads[0].dtype), ctx.dim, comm)
-        summing: Pending | None = None
+        summing: PendingOutput | None = None
         grad_x = None
         if need_x and ctx.gather and comm.symmetric_memory and len(grads) == 1:
             grad_x = scattered_product(grads[0], weights[0], ctx.dim, comm)

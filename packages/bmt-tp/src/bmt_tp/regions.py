@@ -117,7 +117,7 @@ def _from_front(x: Tensor, dim: int, what: str) -> int:
 # --- without gradients ----------------------------------------------------------------------------
 
 
-class Pending:
+class PendingOutput:
     """The result of a collective that is running. ``wait`` returns the tensor once it can be used."""
 
     def __init__(self, work: Work, result: Tensor, dim: int | None = None) -> None:
@@ -134,7 +134,7 @@ class Pending:
         return full.clone() if full._is_view() else full
 
 
-def start_gather(x: Tensor, dim: int, comm: Communicator) -> Pending:
+def start_gather(x: Tensor, dim: int, comm: Communicator) -> PendingOutput:
     """Start to gather the ranks' parts along ``dim`` (not negative)."""
     before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
     # If only dimensions of length 1 precede dim, the all-gather itself concatenates the parts. The buffer has the
@@ -142,20 +142,20 @@ def start_gather(x: Tensor, dim: int, comm: Communicator) -> Pending:
     in_order = before.numel() == 1
     buffer = x.new_empty(*before, comm.size * length, *after) if in_order else x.new_empty(comm.size, *x.shape)
     work = comm.all_gather(buffer, x.detach().contiguous(), async_op=True)
-    return Pending(work, buffer, None if in_order else dim)
+    return PendingOutput(work, buffer, None if in_order else dim)
 
 
-def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> Pending:
+def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> PendingOutput:
     """Start to sum ``x`` over the ranks and scatter it along ``dim`` (not negative)."""
     parts = x.detach().unflatten(dim, (comm.size, -1)).movedim(dim, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
     work = comm.reduce_scatter(out, parts, async_op=True)
-    return Pending(_KeepBuffer(work, parts), out)
+    return PendingOutput(_KeepBuffer(work, parts), out)
 
 
-def start_all_reduce(x: Tensor, comm: Communicator) -> Pending:
+def start_all_reduce(x: Tensor, comm: Communicator) -> PendingOutput:
     """Start to sum ``x`` over the ranks, in place. ``x`` must be contiguous."""
-    return Pending(comm.all_reduce(x, async_op=True), x)
+    return PendingOutput(comm.all_reduce(x, async_op=True), x)
 
 
 class _KeepBuffer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import is_piece, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import is_tp_shard, slice_of, tp_shard_of, unshard_tp
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Parameters that bmt_zero shards are unsharded in any state dict. This function does it for plain parameters, too.
     """
-    shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_piece(p)}
+    shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_tp_shard(p)}
     state: dict[str, Any] = model.state_dict()
     unsharded: dict[int, Tensor] = {}
     for name, param in shards.items():
@@ -41,7 +41,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
     if hasattr(state_dict, "_metadata"):  # the versions of the modules that saved it
         entries._metadata = state_dict._metadata
     for name, param in model.named_parameters(remove_duplicate=False):
-        if not is_piece(param) or name not in entries:
+        if not is_tp_shard(param) or name not in entries:
             continue
         where = slice_of(param)
         if tuple(entries[name].shape) != where.shape:

@@ -97,9 +97,10 @@ class InspectTensor:
         """A dictionary for each recorded tensor, in the order in which they were first recorded.
 
         ``name``, ``group``, ``index`` (of those with the same name and group), ``summary_name`` (as in
-        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor, which has the values
-        of this rank's samples. This also holds for a tensor that layers of a pipeline have recorded, on any stage; its
-        backward raises if the pipeline has a tail.
+        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``, and ``inside_pipe`` (for a tensor that layers of
+        a pipeline have recorded, a dictionary with their ``stage_id``; otherwise None). A loss may use the tensor,
+        which has the values of this rank's samples. This also holds for a tensor that layers of a pipeline have
+        recorded, on any stage; its backward raises if the pipeline has a tail.
 
         Raises:
             RuntimeError: a pipeline has recorded tensors, and the context of :func:`inspect_tensor` was not left yet.

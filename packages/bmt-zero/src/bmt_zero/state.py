@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, ShardedRows, is_piece, shard_of, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import Communicator, ShardedRows, is_tp_shard, shard_of, slice_of, tp_shard_of, unshard_tp
 
 from .backward_context import abandon_dead_calls
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
@@ -123,7 +123,7 @@ def with_tp_parameters(entries: dict[str, Any], model: nn.Module) -> dict[str, A
     """A state dict with the parameters instead of the tensor-parallel shards that saving code has put into it."""
     for name, param in model.named_parameters(remove_duplicate=False):
         value = entries.get(name)
-        if is_piece(param) and isinstance(value, Tensor) and value.data_ptr() == param.data_ptr():
+        if is_tp_shard(param) and isinstance(value, Tensor) and value.data_ptr() == param.data_ptr():
             entries[name] = param
     return entries
 
@@ -136,7 +136,7 @@ def logical_tensor(value: Any) -> Any:
         return value.gather_all()
     if isinstance(value, ShardedRows):
         return value.full_tensor()
-    if is_piece(value):
+    if is_tp_shard(value):
         return unshard_tp(value.detach(), slice_of(value))
     if hasattr(value, "placements"):  # a DTensor, FSDP2's for example
         return value.detach().to(value.device_mesh.device_type).full_tensor()
@@ -147,7 +147,7 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     """The shape of the logical tensor of an entry; None if it is no tensor."""
     if isinstance(value, StageEntry):
         return value.shape
-    if isinstance(value, ShardedParameter) or is_piece(value):
+    if isinstance(value, ShardedParameter) or is_tp_shard(value):
         return slice_of(value).shape
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
@@ -538,9 +538,9 @@ class _Place:
                 if self.unwritten.get(loaded) != _version_of(loaded) or loaded.any():
                     write_logical(tensor, loaded)
             else:
-                is_tp_shard = is_piece(tensor) and not self.has_code
+                is_shard = is_tp_shard(tensor) and not self.has_code
                 with torch.no_grad():
-                    tensor.copy_(tp_shard_of(loaded, slice_of(tensor)) if is_tp_shard else loaded)
+                    tensor.copy_(tp_shard_of(loaded, slice_of(tensor)) if is_shard else loaded)
         for state in self.extra_state:
             self.module.set_extra_state(state)
 

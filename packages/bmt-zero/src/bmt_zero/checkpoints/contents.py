@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Slice, StateRecord, local_tensor, slice_of, whole
+from bmt_comm import Slice, StateRecord, local_tensor, slice_of, unsharded_slice
 from bmt_zero.sharded_parameter import ShardedParameter
-from bmt_zero.state import has_own_code as module_has_own_code
-from bmt_zero.state import is_extra_state, stage_entries
+from bmt_zero.state import has_own_code, is_extra_state, stage_entries
 from bmt_zero.torch_optimizers import OF_A_PARAMETER
 
 from .headers import DTYPES, Entry, dtype_name
@@ -122,9 +121,9 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
         modules[name.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(state)
 
 
-def has_own_code(model: nn.Module) -> bool:
+def any_own_code(model: nn.Module) -> bool:
     """Whether a module of the model has its own code for saving or loading, which needs unsharded tensors."""
-    return any(module_has_own_code(m, loading) for m in model.modules() for loading in (False, True))
+    return any(has_own_code(m, loading) for m in model.modules() for loading in (False, True))
 
 
 def _content(name: str, value: Tensor) -> Content:
@@ -259,7 +258,9 @@ def _record(optimizer: Any, param: Tensor, key: str, value: Any) -> StateRecord:
         if tuple(local.shape) == where.local_shape:
             return StateRecord(param, key, where, local)
         if not value.dim():
-            return StateRecord(param, key, whole(local), local, bool(where.numel or not math.prod(where.shape)))
+            return StateRecord(
+                param, key, unsharded_slice(local), local, bool(where.numel or not math.prod(where.shape))
+            )
     raise TypeError(
         f"{type(optimizer).__name__} has a state {key!r} ({_described(value)}) of a parameter of shape {where.shape}, "
         "which is neither a number nor like the parameter, so it has no place in a checkpoint of every layout"

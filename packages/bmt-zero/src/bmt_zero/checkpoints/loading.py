@@ -12,7 +12,7 @@ from torch import Tensor
 from bmt_zero.state import load_state_dict, valid_versions, with_versions
 
 from . import trainer_state
-from .contents import Content, extra_states, has_own_code, mark_loaded, require_memory, set_extra_states
+from .contents import Content, any_own_code, extra_states, mark_loaded, require_memory, set_extra_states
 from .headers import DamagedError, parse_json
 from .job import EXTRA_STATE
 from .manifest import FileRecord, read_manifest, read_small_file
@@ -75,7 +75,7 @@ class Loading:
         needs: dict[str, Any] = {
             s: [content.entry.name for content in contents] for s, contents in self._contents.items()
         }
-        return {**needs, "has_code": self._given.model is not None and has_own_code(self._given.model)}
+        return {**needs, "has_code": self._given.model is not None and any_own_code(self._given.model)}
 
     def check(self, everyone: Sequence[Mapping[str, Any]]) -> None:
         """Read all but tensors, and raise unless the checkpoint fits. Nothing is changed yet.

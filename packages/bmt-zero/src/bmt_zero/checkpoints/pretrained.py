@@ -17,10 +17,10 @@ from bmt_zero.state import dtypes_without_own_code, is_extra_state, valid_versio
 from . import trainer_state
 from .contents import (
     Content,
+    any_own_code,
     contents_of_model,
     distinct_tensors,
     extra_states,
-    has_own_code,
     mark_loaded,
     set_extra_states,
     without_memory,
@@ -210,7 +210,7 @@ class WeightLoader:
 
     def has_code(self) -> bool:
         """Whether this rank's part of the model has its own code for saving or loading."""
-        return has_own_code(self._model)
+        return any_own_code(self._model)
 
     def read_unsharded(self, device: torch.device) -> dict[str, Any]:
         """The unsharded state dict, for a model with its own code. Tensors of the model on the meta device get memory

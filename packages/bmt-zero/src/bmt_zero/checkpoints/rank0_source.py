@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, local_tensor, slice_of, whole
+from bmt_comm import ParallelContext, local_tensor, slice_of, unsharded_slice
 from bmt_zero.stage_entry import StageEntry
 from bmt_zero.state import dtype_of, raise_on_all, shape_of
 
@@ -93,7 +93,7 @@ class Rank0Source:
             known = [entry for entry in entries.values() if dtypes.get(entry.name) is not None]
             targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
             try:
-                check_range([Content(each, whole(t), t) for each, t in zip(known, targets)], self._source)
+                check_range([Content(each, unsharded_slice(t), t) for each, t in zip(known, targets)], self._source)
             except Exception as error:
                 self._problem = error
         self.check()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import whole
+from bmt_comm import unsharded_slice
 from bmt_zero.state import some_names
 
 from .contents import Content
@@ -161,7 +161,7 @@ def read_tensor(source: Source, name: str) -> Tensor:
     """A tensor of a source, in memory."""
     entry = source.entries[name]
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-    fill([Content(entry, whole(tensor), tensor)], source)
+    fill([Content(entry, unsharded_slice(tensor), tensor)], source)
     return tensor
 
 
