@@ -1,4 +1,4 @@
-"""What went wrong is the user's to put right."""
+"""Errors of usage."""
 
 
 class UsageError(Exception):

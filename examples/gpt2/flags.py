@@ -26,6 +26,32 @@ PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "ze
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check what can be checked before the ranks have met."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.checkpointing is None:
+        args.checkpointing = args.preset != "small-cpu"
+    if args.micro_batches is None:
+        args.micro_batches = max(args.pipe, 1)
+    if args.lr is None:
+        args.lr = LEARNING_RATES[args.optimizer]
+    try:
+        _check_numbers(args)
+        args.config = model_config(args)
+        if args.galore_rank is None:
+            args.galore_rank = max(args.config.hidden_size // 4, 1)
+        if args.galore_rank < 1:
+            raise UsageError(f"--galore-rank {args.galore_rank} must be at least 1")
+        _check_together(args)
+        check_deterministic(args)
+        check_pipeline(args)
+        if args.step_size is not None:
+            args.accumulation = accumulation_of(args)
+    except (UsageError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a GPT-2 on text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -151,59 +177,55 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         step_size=None, checkpointing=None, device=None, micro_batches=None, lr=None, galore_rank=None,
         compress=None,
     )  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.checkpointing is None:
-        args.checkpointing = args.preset != "small-cpu"
-    if args.micro_batches is None:
-        args.micro_batches = max(args.pipe, 1)
-    if args.lr is None:
-        args.lr = LEARNING_RATES[args.optimizer]
+    return parser
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raise unless each flag is in its range."""
     for name in (
         *("tp", "pipe", "micro_batches", "interleave", "steps", "batch_size", "accumulation"),
         *("keep", "log_interval", "eval_sequences", "top_k", "galore_gap"),
     ):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("weight_decay", "lr", "clip", "epochs", "loss_scale", "temperature", "held_out", "timeout"):
         if not math.isfinite(getattr(args, name) or 0):
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be finite")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be finite")
     for name in (
         *("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "snapshot_every"),
         *("lr", "clip", "seed", "weight_decay"),
     ):
         if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
     if args.seed >= 2**63:
-        parser.error(f"--seed {args.seed} must be below 2**63")
+        raise UsageError(f"--seed {args.seed} must be below 2**63")
     if args.loss_scale < 1:
-        parser.error(f"--loss-scale {args.loss_scale} must be at least 1")
+        raise UsageError(f"--loss-scale {args.loss_scale} must be at least 1")
     if args.timeout <= 0:
-        parser.error(f"--timeout {args.timeout} must be above 0")
+        raise UsageError(f"--timeout {args.timeout} must be above 0")
     if args.clip == 0:
-        parser.error("--clip 0 would make all gradients 0; for no clipping use a large number")
+        raise UsageError("--clip 0 would make all gradients 0; for no clipping use a large number")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU here; leave the flag out, or install a CUDA build of PyTorch")
+        raise UsageError(
+            "--device cuda: PyTorch finds no GPU here; leave the flag out, or install a CUDA build of PyTorch"
+        )
     if args.epochs is not None and not args.epochs > 0:
-        parser.error(f"--epochs {args.epochs} must be above 0")
+        raise UsageError(f"--epochs {args.epochs} must be above 0")
     if not 0 < args.held_out < 1:
-        parser.error(f"--held-out {args.held_out} must be between 0 and 1")
+        raise UsageError(f"--held-out {args.held_out} must be between 0 and 1")
     if not args.temperature >= LEAST_TEMPERATURE:
         least = f"must be at least {LEAST_TEMPERATURE}; for no chance at all use --top-k 1"
-        parser.error(f"--temperature {args.temperature} {least}")
-    if args.roll_back and not args.snapshot_every:
-        parser.error("--roll-back goes back to a snapshot; pass --snapshot-every, too")
-    if args.resume and args.overwrite:
-        parser.error("--resume goes on with what --overwrite deletes; choose one")
+        raise UsageError(f"--temperature {args.temperature} {least}")
     if args.vocab_size is not None and not 257 <= args.vocab_size <= MAX_VOCABULARY:
-        parser.error(f"--vocab-size {args.vocab_size} must be between 257, for all bytes, and {MAX_VOCABULARY}")
-    try:
-        args.config = model_config(args)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.galore_rank is None:
-        args.galore_rank = max(args.config.hidden_size // 4, 1)
-    if args.galore_rank < 1:
-        parser.error(f"--galore-rank {args.galore_rank} must be at least 1")
+        raise UsageError(f"--vocab-size {args.vocab_size} must be between 257, for all bytes, and {MAX_VOCABULARY}")
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Raise unless the flags go together with the sizes of the model and with each other."""
+    if args.resume and args.overwrite:
+        raise UsageError("--resume goes on with what --overwrite deletes; choose one")
+    if args.roll_back and not args.snapshot_every:
+        raise UsageError("--roll-back goes back to a snapshot; pass --snapshot-every, too")
     for flag, size in (
         ("heads", args.config.num_heads),
         ("vocab-size", args.config.vocab_size),
@@ -211,25 +233,17 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         ("experts", args.config.num_experts),
     ):
         if size % args.tp:
-            parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
+            raise UsageError(f"--{flag} {size} is no multiple of --tp {args.tp}")
     if args.float8 and find_spec("torchao") is None:
-        parser.error("--float8 needs torchao: pip install torchao")
+        raise UsageError("--float8 needs torchao: pip install torchao")
     if args.float8 and args.tp > 1 and not args.context_parallel:
-        parser.error(f"--float8 has whole weights on every rank; with --tp {args.tp} pass --context-parallel, too")
+        raise UsageError(f"--float8 has whole weights on every rank; with --tp {args.tp} pass --context-parallel, too")
     if args.float8 and args.config.hidden_size % 16:
-        parser.error(f"--float8 takes sizes that 16 divides, and --hidden is {args.config.hidden_size}")
+        raise UsageError(f"--float8 takes sizes that 16 divides, and --hidden is {args.config.hidden_size}")
     if args.compress and args.zero_level == 0:
-        parser.error("--compress is for weights that are gathered; choose --zero-level 1, 2 or 3")
+        raise UsageError("--compress is for weights that are gathered; choose --zero-level 1, 2 or 3")
     if args.compress and args.deterministic:
-        parser.error("--compress rounds gradients, differently for each number of ranks; leave --deterministic out")
-    try:
-        check_deterministic(args)
-        check_pipeline(args)
-        if args.step_size is not None:
-            args.accumulation = accumulation_of(args)
-    except UsageError as error:
-        parser.error(str(error))
-    return args
+        raise UsageError("--compress rounds gradients, differently for each number of ranks; leave --deterministic out")
 
 
 def default_rates() -> str:
