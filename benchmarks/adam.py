@@ -71,7 +71,7 @@ def candidates(
     fp16_p, fp16_g = tensors(torch.float16), tensors(torch.float16)
     steps = [torch.tensor(10.0, device=device) for _ in range(count)]
     moved = torch.rand(count * numel * 7 // 2, device=device)  # each element is read and written
-    found: dict[str, Callable[[], object]] = {"floor: one array": lambda: moved.mul_(1.0)}
+    functions: dict[str, Callable[[], object]] = {"floor: one array": lambda: moved.mul_(1.0)}
 
     c_pass = compiled_pass() if device.type == "cpu" else None
     if c_pass is not None:
@@ -90,7 +90,7 @@ def candidates(
             else:
                 list(pool.map(lambda quad: c_pass(*quad), quads))
 
-        found["floor: 4 reads, 3 writes"] = side_by_side
+        functions["floor: 4 reads, 3 writes"] = side_by_side
 
     def torch_fused() -> None:
         torch._fused_adamw_(
@@ -103,20 +103,20 @@ def candidates(
         torch_fused()
         torch._foreach_copy_(bf16_p, p)
 
-    found["torch fused, fp32"] = torch_fused
-    found["bmt_kernels, fp32"] = lambda: adam_step(p, g, m, v, **options)
+    functions["torch fused, fp32"] = torch_fused
+    functions["bmt_kernels, fp32"] = lambda: adam_step(p, g, m, v, **options)
     stats = torch.zeros(2, dtype=torch.float64, device=device)
-    found["bmt_kernels, fp32 with statistics"] = lambda: adam_step(p, g, m, v, delta_stats=stats, **options)
-    found["torch fused + bf16 copies"] = torch_fused_and_copy
-    found["bmt_kernels, bf16 in and out"] = lambda: adam_step(bf16_p, bf16_g, m, v, masters=p, **options)
-    found["bmt_kernels, fp16 in and out"] = lambda: adam_step(fp16_p, fp16_g, m, v, masters=p, **options)
+    functions["bmt_kernels, fp32 with statistics"] = lambda: adam_step(p, g, m, v, delta_stats=stats, **options)
+    functions["torch fused + bf16 copies"] = torch_fused_and_copy
+    functions["bmt_kernels, bf16 in and out"] = lambda: adam_step(bf16_p, bf16_g, m, v, masters=p, **options)
+    functions["bmt_kernels, fp16 in and out"] = lambda: adam_step(fp16_p, fp16_g, m, v, masters=p, **options)
     deepspeed = deepspeed_adam()
     if not isinstance(deepspeed, str) and device.type == "cpu":
         params = [torch.nn.Parameter(t) for t in p]
         for param, grad in zip(params, g, strict=True):
             param.grad = grad
-        found["DeepSpeed CPU Adam, fp32"] = deepspeed(params, lr=1e-3, weight_decay=0.1).step  # type: ignore[operator]
-    return found
+        functions["DeepSpeed CPU Adam, fp32"] = deepspeed(params, lr=1e-3, weight_decay=0.1).step  # type: ignore[operator]
+    return functions
 
 
 def main() -> int:
@@ -128,8 +128,8 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(machine())
-    found = deepspeed_adam()
-    print(f"DeepSpeed: {found if isinstance(found, str) else 'installed'}")
+    installed = deepspeed_adam()
+    print(f"DeepSpeed: {installed if isinstance(installed, str) else 'installed'}")
     for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for count, numel in [(1, n) for n in arguments.numel] + [(arguments.small, 1000)]:

@@ -130,13 +130,13 @@ def tried_as_hugging_face(folder: Path, model: nn.Module, names: set[str]) -> st
         return f"no (without {facts['missing_keys']})" if facts["missing_keys"] else "yes"
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        found: set[str] = set()
+        held: set[str] = set()
         for file in set(index["weight_map"].values()):
             with safe_open(folder / file, "pt") as opened:
-                found.update(name for name in opened.keys() if opened.get_tensor(name).numel())  # noqa: SIM118
+                held.update(name for name in opened.keys() if opened.get_tensor(name).numel())  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"no ({type(error).__name__}: {error})"
-    return "yes" if found == names else f"no ({len(found ^ names)} names differ)"
+    return "yes" if held == names else f"no ({len(held ^ names)} names differ)"
 
 
 def drop_caches(folder: Path) -> None:
@@ -189,7 +189,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     root = Path(folder)
     size = sum(t.numel() * t.element_size() for t in tensors)
-    found: dict[str, Any] = {"bytes": size * context.world_size}
+    results: dict[str, Any] = {"bytes": size * context.world_size}
 
     def timed(call: Any) -> float:
         """Of the call itself, on the slowest rank."""
@@ -226,12 +226,12 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
             reads.append(read)
             drop_caches(root / "ours")
         loads.append(timed(lambda: checkpointer.load_latest(model=model, optimizer=optimizer)))
-    found["ours"] = {"stall": stalls, "save": saves, "load": loads, "extra memory": resident() - base}
-    found["copy"], found["dd"], found["cat"] = copies, writes, reads
+    results["ours"] = {"stall": stalls, "save": saves, "load": loads, "extra memory": resident() - base}
+    results["copy"], results["dd"], results["cat"] = copies, writes, reads
     checkpointer.close()
     names = set(model.state_dict())
     if context.rank == 0:
-        found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", model, names)
+        results["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", model, names)
     # torch's: of the same model, with torch's optimizer, whose state has the same size.
     theirs = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -258,30 +258,29 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
             if context.rank == 0:
                 read = tried_as_hugging_face(where, model, names)
                 shutil.rmtree(where)
-        found[name] = {"stall": stalls, "save": saves, "extra memory": resident() - base}
+        results[name] = {"stall": stalls, "save": saves, "extra memory": resident() - base}
         if context.rank == 0:
-            found[name]["read"] = read
+            results[name]["read"] = read
     bmt_comm.shutdown()
-    return found
+    return results
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     """Print medians, and ratios within a round."""
-    size = found["bytes"]
+    size = results["bytes"]
     reader = "safetensors" if transformers is None else "AutoModel.from_pretrained"
 
     def ratio(times: list[float], others: list[float]) -> float:
         return statistics.median(a / b for a, b in zip(times, others))
 
-    ours = found["ours"]
+    ours = results["ours"]
     print(f"{size / 1e9:.2f} GB of weights and state")
-    print(
-        f"  stall of save: {statistics.median(ours['stall']):.3f} s, {ratio(ours['stall'], found['copy']):.2f} × a copy"
-    )
-    for what, times, others in (("write", ours["save"], found["dd"]), ("read", ours["load"], found["cat"])):
+    stall = statistics.median(ours["stall"])
+    print(f"  stall of save: {stall:.3f} s, {ratio(ours['stall'], results['copy']):.2f} × a copy")
+    for what, times, others in (("write", ours["save"], results["dd"]), ("read", ours["load"], results["cat"])):
         speed, of = size / statistics.median(times) / 1e6, ratio(others, times)
         print(f"  {what}: {speed:.0f} MB/s, {of:.0%} of {'dd' if what == 'write' else 'cat'}")
-    for name, result in found.items():
+    for name, result in results.items():
         if isinstance(result, dict):
             print(
                 f"  {name:15} stall {statistics.median(result['stall']):6.3f} s, whole save "
@@ -298,9 +297,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
     args = parser.parse_args()
     if launched():
-        found = measure(args.gigabytes, args.rounds, str(args.folder))
+        results = measure(args.gigabytes, args.rounds, str(args.folder))
         if os.environ["RANK"] == "0":
-            (args.folder / "found.json").write_text(json.dumps(found))
+            (args.folder / "results.json").write_text(json.dumps(results))
         return 0
     print(machine())
     seconds = statistics.median(planning(1024) for _ in range(3))
@@ -309,7 +308,7 @@ def main() -> int:
     try:
         code = on_ranks(__file__, args.ranks, [*sys.argv[1:], "--folder", str(folder)])
         if code == 0:
-            show(json.loads((folder / "found.json").read_text()))
+            show(json.loads((folder / "results.json").read_text()))
     finally:
         shutil.rmtree(folder)
     return code

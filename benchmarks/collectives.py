@@ -122,9 +122,9 @@ def run_alone(name: str, arguments: argparse.Namespace) -> None:
         for collective, call in zip(COLLECTIVES, calls, strict=False):  # an odd number of ranks has no pairs
             dist.barrier()
             timed(call, CPU, count)
-            found = statistics.median(timed(call, CPU, count) for _ in range(ROWS))
+            median = statistics.median(timed(call, CPU, count) for _ in range(ROWS))
             # There and back are two messages.
-            times.setdefault(collective, {})[str(size)] = slowest(found) / (2 if collective == COLLECTIVES[-1] else 1)
+            times.setdefault(collective, {})[str(size)] = slowest(median) / (2 if collective == COLLECTIVES[-1] else 1)
     if dist.get_rank() == 0:
         Path(arguments.into).write_text(json.dumps(times))
     dist.barrier()
@@ -143,7 +143,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Times:
 
 def table(collective: str, rounds: dict[str, list[Times]], sizes: Sequence[int]) -> str:
     """Of one collective; a cell has µs, and how many times faster than gloo that is."""
-    names = [name for name, found in rounds.items() if collective in found[0]]
+    names = [name for name, starts in rounds.items() if collective in starts[0]]
     lines = [
         f"| {collective} |" + "".join(f" {name}, µs |" for name in names) + " of a copy | of a copy of another's |"
     ]
@@ -151,9 +151,9 @@ def table(collective: str, rounds: dict[str, list[Times]], sizes: Sequence[int])
     for size in map(str, sizes):
         seconds = {name: [times[collective][size] for times in rounds[name]] for name in names}
         cells = []
-        for name, found in seconds.items():
-            ratio = "" if name == GLOO else f" ({median_ratio(seconds[GLOO], found):.1f} ×)"
-            cells.append(f"{statistics.median(found) * 1e6:.0f}{ratio}")
+        for name, starts in seconds.items():
+            ratio = "" if name == GLOO else f" ({median_ratio(seconds[GLOO], starts):.1f} ×)"
+            cells.append(f"{statistics.median(starts) * 1e6:.0f}{ratio}")
         for kind in (OWN, OTHERS):
             share = median_ratio([times[kind][size] for times in rounds[COPY]], seconds[SHARED])
             cells.append(f"{100 * share:.0f} %")

@@ -72,15 +72,15 @@ def optimizers(
             cuts.append(Slice(shape, start, stop, zero))
         flat = torch.rand(sum(cut.numel for cut in cuts), device=context.device).to(dtype)
         gradient = torch.rand_like(flat)
-        found, at = [], 0
+        params, at = [], 0
         for cut in cuts:
             local = cut.local_shape
             param = torch.nn.Parameter(flat[at : at + cut.numel].view(local))
             param.bmt_slice = cut  # type: ignore[attr-defined]
             param.grad = gradient[at : at + cut.numel].view(local)
-            found.append(param)
+            params.append(param)
             at += cut.numel
-        return found
+        return params
 
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     adam, lamb = AdamOptimizer(shards(), **options), DistributedLamb(shards(), **options)

@@ -116,27 +116,27 @@ def train_once(name: str, lr: float, seed: int, steps: int, out: Path) -> None:
         seconds.append(time.perf_counter() - start)
         if trainer.step % EVERY == 0 or trainer.step == steps:
             evaluate()
-    found = {"losses": losses, "seconds": statistics.median(seconds)}
-    out.write_text(json.dumps(found))
+    result = {"losses": losses, "seconds": statistics.median(seconds)}
+    out.write_text(json.dumps(result))
     bmt.shutdown()
 
 
 def trained(name: str, lr: float, seed: int, folder: Path, steps: int) -> dict[str, Any]:
-    """What a training in a process of its own has found, now or earlier."""
+    """The result of a training in a process of its own, now or earlier."""
     out = folder / f"{name.replace(' ', '-').replace(',', '')}-{lr:.2e}-{seed}-{steps}.json"
     if not out.exists():
         one = ["--one", name, "--lr", str(lr), "--seed", str(seed), "--out", str(out), "--steps", str(steps)]
         run = subprocess.run([sys.executable, __file__, *one], capture_output=True, text=True, check=False)
         if run.returncode:
             sys.exit(f"{name} at lr {lr:.2e} has failed:\n{run.stderr}")
-    found = json.loads(out.read_text())
-    print(f"{name}, lr {lr:.2e}, seed {seed}: {last(found):.3f}, {1e3 * found['seconds']:.0f} ms", flush=True)
-    return found
+    result = json.loads(out.read_text())
+    print(f"{name}, lr {lr:.2e}, seed {seed}: {last(result):.3f}, {1e3 * result['seconds']:.0f} ms", flush=True)
+    return result
 
 
-def last(found: dict[str, Any]) -> float:
+def last(result: dict[str, Any]) -> float:
     """The held-out loss at the end; infinite if it is not a number."""
-    loss = found["losses"][-1][1]
+    loss = result["losses"][-1][1]
     return loss if loss == loss else float("inf")
 
 

@@ -68,17 +68,17 @@ def main() -> int:
     given += [f"--backward={arguments.backward}"] if arguments.backward else []
     times: dict[str, list[float]] = {name: [] for name in (PLAIN, *arguments.candidates)}
     for _ in range(arguments.rounds):
-        for name, found in times.items():
+        for name, starts in times.items():
             with tempfile.TemporaryDirectory() as folder:
                 into = Path(folder, "seconds.json")
                 if code := on_ranks(__file__, 1, [*given, "--alone", name, "--into", str(into)]):
                     return code
-                found.append(json.loads(into.read_text()))
+                starts.append(json.loads(into.read_text()))
     print(f"{machine()}; 1 rank; {shape}; {arguments.rounds} rounds")
     plain = statistics.median(times[PLAIN])
-    for name, found in times.items():
-        above = [(seconds - plain) / shape.layers * 1e3 for seconds in found]
-        step, spread = statistics.median(found) * 1e3, f"{min(above):.3f} to {max(above):.3f}"
+    for name, starts in times.items():
+        above = [(seconds - plain) / shape.layers * 1e3 for seconds in starts]
+        step, spread = statistics.median(starts) * 1e3, f"{min(above):.3f} to {max(above):.3f}"
         print(f"  {name:18s} {step:8.1f} ms/step {statistics.median(above):8.3f} ms per layer above ({spread})")
     return 0
 

@@ -71,7 +71,7 @@ def find_files(source: Path | None, max_bytes: int) -> list[Path]:
         raise UsageError(f"--data {root}: there is no such file or folder")
     if root.is_file():
         return [root]
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in names:
@@ -80,13 +80,13 @@ def find_files(source: Path | None, max_bytes: int) -> list[Path]:
             if source is None:  # the other file differs between builds of the same version
                 wanted = path.suffix == ".py" and not name.startswith("_sysconfigdata")
             if wanted and path.is_file() and path.stat().st_size > 0:
-                found[path.relative_to(root).as_posix()] = path
-    if not found:
+                files[path.relative_to(root).as_posix()] = path
+    if not files:
         raise UsageError(f"--data {root}: the folder holds no files to learn from")
     chosen, size = [], 0
-    for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        chosen.append(found[name])
-        size += found[name].stat().st_size
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        chosen.append(files[name])
+        size += files[name].stat().st_size
         if 0 < max_bytes <= size:
             break
     return chosen

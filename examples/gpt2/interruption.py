@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType
 
 import torch
 
@@ -16,21 +15,21 @@ _early: list[int] = []
 
 
 def note_signals() -> None:
-    """Let SIGTERM and SIGUSR1 end this process no more: what comes before training is heard in its first step."""
+    """Let SIGTERM and SIGUSR1 not end this process. Those that come before training end its first step."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: _early.append(number))
 
 
 class Interruption:
-    """Notes signals while it is active. Ranks that leave one by one would leave the others waiting.
+    """Notes signals while it is active. All ranks leave at the same step: otherwise some would wait for others.
 
-    Ranks say at each :meth:`agreed` whether they were asked, and hear of it at the next one: so a GPU computes on
-    while the host reads what was said a step ago.
+    Each call of :meth:`agreed` starts to ask all ranks whether they got a signal, and returns the answer to the call
+    before. So the host does not wait for the GPU.
     """
 
     def __init__(self) -> None:
         self._asked = False
-        self._said: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interruption:
@@ -42,11 +41,11 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, *_: object) -> None:
         self._asked = True
 
     def agreed(self) -> bool:
         """Whether to stop now. All ranks must call this, and get the same."""
-        before = self._said
-        self._said = bmt.sum_loss(torch.tensor(float(self._asked), device=bmt.config["device"]))
+        before = self._sum
+        self._sum = bmt.sum_loss(torch.tensor(float(self._asked), device=bmt.config["device"]))
         return before is not None and before.item() > 0

@@ -107,12 +107,12 @@ class Trainer:
         """
         schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         try:
-            found = None if self.snapshots is None else self.snapshots.restore(**self.saved_objects)
-            if found is None:
+            step = None if self.snapshots is None else self.snapshots.restore(**self.saved_objects)
+            if step is None:
                 saved = self.saved_objects
                 checkpointer.load_latest(conditions=saved["conditions"])  # which flags differ, before what states do
-                found = checkpointer.load_latest(**saved)
-            self.step = found
+                step = checkpointer.load_latest(**saved)
+            self.step = step
         except (OSError, RuntimeError, ValueError) as error:
             raise UsageError(f"cannot go on: {error}") from error
         if self.step > 0:
@@ -178,8 +178,8 @@ class Trainer:
                 f"{MAX_SKIPPED} steps in a row had gradients that are not finite, up to step {self.step}; go on from "
                 f"the newest checkpoint with --resume and a lower --lr than {self.args.lr:g}"
             )
-        found = bmt.store.allgather_objects((self.sequences, bool(losses.isfinite().all())))
-        by_replica = {tuple(sequences): finite for sequences, finite in found}  # tensor-parallel ranks have the same
+        answers = bmt.store.allgather_objects((self.sequences, bool(losses.isfinite().all())))
+        by_replica = {tuple(sequences): finite for sequences, finite in answers}  # tensor-parallel ranks have the same
         record: dict[str, Any] = {"step": self.step, "skipped": [i for sequences in by_replica for i in sequences]}
         record["bad"] = [i for sequences, finite in by_replica.items() if not finite for i in sequences]
         return record

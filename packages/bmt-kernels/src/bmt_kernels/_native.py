@@ -62,7 +62,7 @@ if cpu_module is not None and (cuda_module is None) == cpu_module.CUDA_NOTE.star
 
 
 def _warn_if_not_compiled(asked_for: str | None) -> None:
-    """Warn, in one process of a host, that the CPU kernels are missing; not who asked for the plain functions."""
+    """Warn, in one process of a host, that the CPU kernels are missing, unless the plain functions were asked for."""
     if cpu_module is None and asked_for != "reference" and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
             f"bmt_kernels: {cpu_note}. Plain PyTorch functions serve CPU tensors, several times slower. To build it, "

@@ -9,12 +9,12 @@ device.
 With R x C the size of the logical matrix and ``sum`` over the ranks that hold parts of it::
 
     Adafactor                                                 CAME
-    factored_square_sums -> sum rows, columns                 the same
-    r = beta2 * r + (1 - beta2) * row_sums / C                the same
+    factored_square_sums -> sum rows, columns                 as for Adafactor, up to clip
+    r = beta2 * r + (1 - beta2) * row_sums / C
     c = beta2 * c + (1 - beta2) * col_sums / R
     row_factor = rsqrt(r / mean(r)), col_factor = rsqrt(c)
-    factored_update_square_sum -> sum                         the same
-    clip = max(1, sqrt(out / (R * C)) / threshold)            the same
+    factored_update_square_sum -> sum
+    clip = max(1, sqrt(out / (R * C)) / threshold)
     factored_update(step_sizes = lr / clip)                   factored_residual_square_sums(step_sizes = 1 / clip)
                                                               -> sum rows, columns; factors from them, as above
                                                               factored_update(grads=exp_avgs, step_sizes = lr)

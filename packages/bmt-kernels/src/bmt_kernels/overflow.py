@@ -1,4 +1,4 @@
-"""The overflow check: does any of many tensors hold an infinity or a NaN?"""
+"""The overflow check: whether any element of many tensors is infinite or NaN."""
 
 from __future__ import annotations
 

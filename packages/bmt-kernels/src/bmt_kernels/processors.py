@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""The number of processors that this process may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def processors(root: Path = Path("/")) -> float:
-    """How many this process may use: those that it may run on, or its share of time on them where that is less.
+    """The number of processors that this process may run on, or its share of their time if that is less.
 
     Control groups, also those around its own, grant the share: of version 2 in ``cpu.max``, of version 1 in two files.
     ``root`` is where the system's files are.

@@ -273,7 +273,7 @@ class SharedMemoryExchange:
         return self._publish(place, self._places.size_of(place), operation, name)
 
     def give_back(self, place: int) -> None:
-        """A reserved place will not be used."""
+        """Release a reserved place."""
         self._places.release(place)
 
     def receive(

@@ -87,4 +87,4 @@ def linear_parameters(
 
 
 def has_bias(layer: nn.Module) -> bool:
-    return layer._parameters["bias"] is not None  # layer.bias would gather it
+    return layer._parameters["bias"] is not None  # layer.bias would unshard it

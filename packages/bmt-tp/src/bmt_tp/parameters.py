@@ -135,7 +135,7 @@ def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
 
 
 def unsharded(weight: Any) -> Any:
-    """The tensor that a layer computes with. A parameter of bmt_zero is gathered if it still is sharded here."""
+    """The tensor that a layer computes with. A parameter of bmt_zero is unsharded if it is not yet."""
     return weight.gather() if hasattr(weight, "handle") else weight
 
 

@@ -67,7 +67,7 @@ def text(model: PlannedModel, job: Job, estimates: list[Estimate], count: int) -
     title = "The fastest that fits" if best.fits(job) else "Nothing fits. The smallest"
     lines += ["", f"{title}, per rank, at its peak ({best.phase}):"]
     for owner in _OWNERS:
-        name = {"state": "optimizer state", "gathered": "gathered parameters"}.get(owner, owner)
+        name = {"state": "optimizer state", "gathered": "unsharded parameters"}.get(owner, owner)
         lines.append(f"  {name:20} {getattr(best.peak, owner) / 1e9:9.3f} GB")
     lines.append(f"  {'peak':20} {best.peak.total / 1e9:9.3f} GB of {job.device_memory / 1e9:.3g}")
     if best.host:
