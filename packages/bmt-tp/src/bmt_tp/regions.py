@@ -120,12 +120,16 @@ def _from_front(x: Tensor, dim: int, what: str) -> int:
 class PendingOutput:
     """The result of a collective that is running. ``wait`` returns the tensor once it can be used."""
 
-    def __init__(self, work: Work, result: Tensor, dim: int | None = None) -> None:
-        """``dim``: the dimension that ``result``, (ranks, ...), is concatenated along; None: none."""
-        self._work, self._result, self._dim = work, result, dim
+    def __init__(self, work: Work, result: Tensor, dim: int | None = None, source: Tensor | None = None) -> None:
+        """``dim``: the dimension that ``result``, (ranks, ...), is concatenated along; None: none.
+
+        ``source``: memory that the collective reads, to be kept until then.
+        """
+        self._work, self._result, self._dim, self._source = work, result, dim, source
 
     def wait(self) -> Tensor:
         self._work.wait()
+        self._source = None
         if self._dim is None:
             return self._result
         # (ranks, ..., part, ...) to (..., ranks, part, ...): one copy.
@@ -150,26 +154,12 @@ def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> PendingOutp
     parts = x.detach().unflatten(dim, (comm.size, -1)).movedim(dim, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
     work = comm.reduce_scatter(out, parts, async_op=True)
-    return PendingOutput(_KeepBuffer(work, parts), out)
+    return PendingOutput(work, out, source=parts)
 
 
 def start_all_reduce(x: Tensor, comm: Communicator) -> PendingOutput:
     """Start to sum ``x`` over the ranks, in place. ``x`` must be contiguous."""
     return PendingOutput(comm.all_reduce(x, async_op=True), x)
-
-
-class _KeepBuffer:
-    """A collective, and the buffer that it reads. ``wait`` releases the buffer."""
-
-    def __init__(self, work: Work, buffer: Tensor) -> None:
-        self._work, self._buffer = work, buffer
-
-    def wait(self) -> None:
-        self._work.wait()
-        del self._buffer
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
 
 def part_of(x: Tensor, dim: int, comm: Communicator) -> Tensor:
