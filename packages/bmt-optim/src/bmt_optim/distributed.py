@@ -148,6 +148,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         """The state tensors of a parameter of the global ``shape``, besides ``step`` and ``master``.
 
+        It is called when a group is added, too, by ``super().__init__``.
+
         Raises:
             ValueError: the optimizer does not take parameters of this shape.
         """
