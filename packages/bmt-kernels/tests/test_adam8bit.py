@@ -294,6 +294,8 @@ WRONG = {
         ValueError,
         r"absmax_avgs\[1\] has strides \(2,\)",
     ),
+    "no codes": (lambda a: a.update(exp_avg_sqs=None), TypeError, r"exp_avg_sqs is a NoneType"),
+    "no absmax": (lambda a: a.update(absmax_avgs=None), TypeError, r"absmax_avgs is a NoneType"),
     "codes elsewhere": (put("exp_avgs", lambda t: t.to("meta")), ValueError, r"exp_avgs\[1\] is on meta"),
     "codes of another shape": (put("exp_avgs", lambda t: t[:-1]), ValueError, r"exp_avgs\[1\] has shape \(299,\)"),
     "an offset of a block": (lambda a: a.update(block_offsets=[0, 256]), ValueError, r"block_offsets\[1\] is 256"),

@@ -360,6 +360,7 @@ def good_call():
 BOTH = {
     "tensor for a list": ({"params": torch.ones(3)}, TypeError, r"params is a Tensor; pass a list"),
     "none": ({"params": [None, None]}, TypeError, r"params\[0\] is a NoneType"),
+    "no moments": ({"exp_avgs": None}, TypeError, r"exp_avgs is a NoneType; pass a list"),
     "length": ({"exp_avgs": [torch.ones(3, 4)]}, ValueError, r"exp_avgs has 1 entries and params has 2"),
     "shape": ({"exp_avg_sqs": [torch.ones(3, 4)] * 2}, ValueError, r"exp_avg_sqs\[1\] has shape \(3, 4\)"),
     "fp64 params": ({"params": [torch.ones(3, 4).double()] * 2}, TypeError, r"params\[0\] has dtype torch.float64"),
@@ -374,6 +375,7 @@ BOTH = {
     "correction": ({"bias_correction": "moments"}, TypeError, r"bias_correction is a str"),
 }
 MOMENTS = {
+    "no grads": ({"grads": None}, TypeError, r"grads is a NoneType; pass a list"),
     "grads": ({"grads": [torch.ones(3, 4).int()] * 2}, TypeError, r"grads\[0\] has dtype torch.int32"),
     "scale": ({"grad_scale": 0.0}, ValueError, r"grad_scale is 0.0; it must be finite and positive"),
     "factor": ({"grad_factor": torch.ones(2)}, ValueError, r"grad_factor has shape \(2,\)"),
@@ -382,7 +384,11 @@ UPDATE = {
     "number for rates": ({"rates": 0.1}, TypeError, r"rates is a float"),
     "rates": ({"rates": torch.ones(3)}, ValueError, r"rates has shape \(3,\); it must be \(2,\)"),
     "fp64 rates": ({"rates": torch.ones(2).double()}, TypeError, r"rates has dtype torch.float64"),
-    "rates elsewhere": ({"rates": torch.ones(2, device="meta")}, ValueError, r"rates is on meta"),
+    "rates elsewhere": (
+        {"rates": torch.ones(2, device="meta")},
+        ValueError,
+        r"rates is on meta; it must be on cpu like the parameters",
+    ),
     "needless master": ({"masters": [torch.ones(3, 4), None]}, TypeError, r"masters\[0\] belongs to a float32"),
     "half master": ({"masters": [None, torch.ones(5).half()]}, TypeError, r"masters\[1\] has dtype torch.float16"),
 }

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -179,11 +180,28 @@ def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_
             with pytest.raises(ValueError, match=f"{key}={value!r}.*was set after the first step"):
                 train(optimizer, params, [2], grads_at)
         torch.testing.assert_close((params, optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+        if ctx.world_size == 1:  # a copy of a plain parameter does not know its slice
+            twin = copy.deepcopy(optimizer)
+            with pytest.raises(ValueError, match=f"{key}={value!r}.*was set after the first step"):
+                train(twin, [p for group in twin.param_groups for p in group["params"]], [2], grads_at)
         last.update(old)
         train(optimizer, params, [2], grads_at)
         optimizer.state.clear()  # what begins afresh may have other options
         last.update(change)
         train(optimizer, params, range(2), grads_at)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["Lion", "SOAP"])
+def test_an_optimizer_keeps_no_states_and_parameters_that_it_has_no_more(ctx, name):
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = made(name, [{"params": params[:1]}, {"params": params[1:]}])
+    train(optimizer, params, [0], lambda step: tensors([(4, 4), (4, 4)], step))
+    moment, gone = (weakref.ref(each) for each in (optimizer.state[params[1]]["exp_avg"], params[1]))
+    del optimizer.param_groups[1], optimizer.state[params[1]], params[1]
+    train(optimizer, params, [1], lambda step: tensors([(4, 4)], step))
+    assert moment() is None
+    assert gone() is None
 
 
 @pytest.mark.ranks(1, 2)

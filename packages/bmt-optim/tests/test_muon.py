@@ -147,9 +147,27 @@ def test_matrices_that_one_rank_holds_stay_where_they_are(ctx):
     dist.all_gather_object(sent, optimizer.communication.bytes)
     # Of each part, what the owner (which holds most of it) lacks: two and one rows, there and back, in bf16.
     assert sum(sent) == 2 * (2 + 1) * 6 * 2
-    optimizer.param_groups[0]["parts"] = 5
-    with pytest.raises(ValueError, match="parts=5 was set after the first step"):
-        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_the_number_of_parts_may_change(ctx):
+    where = shard_slice((10, 6), ctx.world)
+    alone = replace(where, row_start=0, row_stop=10, row_comm=None)
+    updates = []
+    for part in (where, alone):
+        param = shards(tensors([(10, 6)]), [part])[0]
+        optimizer = Muon([param], parts=2, lr=0.1)
+        train(optimizer, [param], range(2), lambda step: tensors([(10, 6)], 1 + step))
+        optimizer.param_groups[0]["parts"] = 5
+        train(optimizer, [param], [2], lambda step: tensors([(10, 6)], 1 + step))
+        saved = optimizer.state_dict()
+        optimizer = Muon([param], parts=2, lr=0.1)
+        train(optimizer, [param], [3], lambda step: tensors([(10, 6)], 1 + step))
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["parts"] == 5
+        train(optimizer, [param], [4], lambda step: tensors([(10, 6)], 1 + step))
+        updates.append(unshard(param.detach(), part))
+    torch.testing.assert_close(*updates, rtol=1e-5, atol=2e-3)  # of bf16
 
 
 @pytest.mark.ranks(2)

@@ -49,18 +49,20 @@ def _adam8bit_table_checked(
     masters: Sequence[Tensor | None] | None,
     block_offsets: Sequence[int] | None,
 ) -> Table:
-    lists: dict[str, Sequence[Tensor | None] | None] = {
+    lists: dict[str, Sequence[Tensor | None]] = {
         "params": params,
         "grads": grads,
         "exp_avgs": exp_avgs,
         "exp_avg_sqs": exp_avg_sqs,
         "absmax_avgs": absmax_avgs,
         "absmax_avg_sqs": absmax_avg_sqs,
-        "masters": masters,
     }
-    check_lengths({"params": params, "block_offsets": block_offsets})
-    for i, offset in enumerate(block_offsets or ()):
-        check_block_offset(f"block_offsets[{i}]", offset)
+    if masters is not None:
+        lists["masters"] = masters
+    if block_offsets is not None:
+        check_lengths({"params": params, "block_offsets": block_offsets})
+        for i, offset in enumerate(block_offsets):
+            check_block_offset(f"block_offsets[{i}]", offset)
 
     def offset_of(i: int) -> int:
         return block_offsets[i] if block_offsets is not None else 0

@@ -141,9 +141,9 @@ def _check_matrix(where: str, tensor: Tensor, device: torch.device) -> None:
     _check_device(where, tensor, device)
 
 
-def _check_device(where: str, tensor: Tensor, device: torch.device) -> None:
+def _check_device(where: str, tensor: Tensor, device: torch.device, like: str = "grads[0]") -> None:
     if tensor.device != device:
-        raise ValueError(f"{where} is on {tensor.device}; it must be on {device} like grads[0]")
+        raise ValueError(f"{where} is on {tensor.device}; it must be on {device} like {like}")
 
 
 def _check_entry(where: str, name: str, tensor: Tensor, grad: Tensor, device: torch.device) -> None:
@@ -169,7 +169,7 @@ def _check_entry(where: str, name: str, tensor: Tensor, grad: Tensor, device: to
         raise ValueError(f"{where} has strides {tensor.stride()}; what is written to must be contiguous")
 
 
-def check_vector(name: str, vector: Tensor, count: int, device: torch.device) -> None:
+def check_vector(name: str, vector: Tensor, count: int, device: torch.device, like: str = "grads[0]") -> None:
     """Raise unless `vector` is a float32 tensor of `count` elements on `device`."""
     if not isinstance(vector, Tensor):
         raise TypeError(f"{name} is a {type(vector).__name__}; it must be a float32 tensor, one element per tensor")
@@ -179,4 +179,4 @@ def check_vector(name: str, vector: Tensor, count: int, device: torch.device) ->
         raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be ({count},), one element per tensor")
     check_memory(name, vector)
     if count:
-        _check_device(name, vector, device)
+        _check_device(name, vector, device, like)

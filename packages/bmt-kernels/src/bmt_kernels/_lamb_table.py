@@ -37,14 +37,9 @@ def _lamb_table_checked(
     masters: Sequence[Tensor | None] | None,
     directions: Sequence[Tensor] | None = None,
 ) -> Table:
-    lists: dict[str, Sequence[Tensor | None] | None] = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "masters": masters,
-        "directions": directions,
-    }
+    lists: dict[str, Sequence[Tensor | None]] = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    given = {"grads": grads, "masters": masters, "directions": directions}
+    lists.update({name: values for name, values in given.items() if values is not None})
     written = ("params", "masters") if grads is None else ("exp_avgs", "exp_avg_sqs", "directions")
     rows = array("q")
     for i, at in checked_addresses(lists, written):

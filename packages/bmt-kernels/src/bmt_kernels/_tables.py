@@ -166,7 +166,14 @@ def _adam_table_checked(
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
 ) -> Table:
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": masters}
+    lists: dict[str, Sequence[Tensor | None]] = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+    }
+    if masters is not None:
+        lists["masters"] = masters
     rows = array("q")
     for i, at in checked_addresses(lists, written=("params", "exp_avgs", "exp_avg_sqs", "masters")):
         weight, copy, kinds = weight_and_copy(params[i], at)
@@ -175,39 +182,36 @@ def _adam_table_checked(
     return Table(rows.tobytes(), device_of(params))
 
 
-def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
-    """Raise unless all lists that are given have as many entries as the one of the parameters."""
-    params = lists["params"]
+def check_lengths(lists: Mapping[str, Sequence[Any]]) -> None:
+    """Raise unless all are lists, and have as many entries as the first, of the parameters."""
+    count = None
     for name, values in lists.items():
-        if values is not None:
-            check_sequence(name, values)
-            if len(values) != len(params or ()):
-                raise ValueError(
-                    f"{name} has {len(values)} entries and params has {len(params or ())}; they must be as many"
-                )
+        check_sequence(name, values)
+        count = len(values) if count is None else count
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries and params has {count}; they must be as many")
 
 
 def checked_addresses(
-    lists: Mapping[str, Sequence[Tensor | None] | None],
+    lists: Mapping[str, Sequence[Any]],
     written: Sequence[str],
     check: Callable[..., None] | None = None,
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Check the tensors of a step; yields each non-empty parameter's index, and addresses by the names of the lists.
 
     Args:
-        lists: the tensors by parameter, "params" first. A list that is None is left out, and so is a missing master.
+        lists: the tensors by parameter, "params" first. Masters that are None are left out.
         written: the names of those that are written to.
         check: called with an entry's name, its list's, the entry, its parameter, the device and the index; raises
             unless it fits. By default :func:`_check_adam_tensor`.
     """
     check_lengths(lists)
-    given: dict[str, Sequence[Any]] = {name: values for name, values in lists.items() if values is not None}
-    params = given["params"]
+    params = lists["params"]
     extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
     for i, param in enumerate(params):
         _check_tensor(f"params[{i}]", param)
         addresses: dict[str, int] = {}
-        for name, values in given.items():
+        for name, values in lists.items():
             tensor = values[i]
             if name == "masters" and tensor is None:
                 continue

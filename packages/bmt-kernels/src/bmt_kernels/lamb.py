@@ -13,7 +13,7 @@ from bmt_kernels import _library, _native, reference
 from bmt_kernels._compat import weights_written
 from bmt_kernels._factored_tables import check_vector
 from bmt_kernels._lamb_table import lamb_table
-from bmt_kernels._tables import check_flag
+from bmt_kernels._tables import check_flag, check_sequence
 from bmt_kernels.adam import _address, _checked, _checked_betas, _checked_count
 from bmt_kernels.reference.lamb import sums_dtype
 
@@ -97,6 +97,7 @@ def lamb_moments(
         )
         return result
     settings = _settings(betas, eps, weight_decay, step, bias_correction, grad_scale)
+    check_sequence("grads", grads)
     rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, None, directions)
     if grad_factor is not None:
         check_flag("grad_factor", grad_factor, device if len(params) else None)
@@ -179,7 +180,7 @@ def lamb_update(
         return
     settings = _settings(betas, eps, weight_decay, step, bias_correction, 1.0)
     rows, device = lamb_table(params, None, exp_avgs, exp_avg_sqs, masters, directions)
-    check_vector("rates", rates, len(params), device)
+    check_vector("rates", rates, len(params), device, like="the parameters")
     rates = rates.contiguous()
     if not rows:
         return

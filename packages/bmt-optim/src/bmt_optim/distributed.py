@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bmt_comm import (
     Communicator,
@@ -98,7 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
 
     layout_options: tuple[str, ...] = ()
-    """The options that :meth:`state_layout` and :meth:`height` depend on. A step refuses others than the state has."""
+    """The options that :meth:`state_layout` and :meth:`height` depend on. A step refuses those that the state does not
+    fit."""
 
     takes_found_inf = False
     """Whether the rule heeds ``batch.found_inf``. The host need then not know of an overflow before a step."""
@@ -120,21 +122,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
-        # The state of each parameter, and the layout that it was made with.
-        self._layouts: dict[Tensor, tuple[dict[str, Any], dict[str, StateTensor]]] = {}
+        # By parameter, the layout of its state, and the options that it was made with.
+        self._layouts: MutableMapping[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]] = WeakIdKeyDictionary()
         given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor with a message
         if not len(given) and is_initialized() and current_context().pipe_size > 1:
             given = [{"params": []}]  # a stage may have nothing to train
         super().__init__(given, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._plan, self._layouts = None, {}
+        super().__setstate__({**state, "_layouts": WeakIdKeyDictionary(dict(state.get("_layouts", ())))})
+        self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle_step()
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
-        return {**super().__getstate__(), **mine}
+        return {**super().__getstate__(), **mine, "_layouts": list(self._layouts.items())}
 
     settle_step: Callable[[], Any] = staticmethod(lambda: None)
     """Called before the state is read or written: an OptimManager may not have counted the last step yet."""
@@ -282,8 +284,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> tuple[list[dict[str, Any]], list[Rule], list[Rule]]:
         """The states whose steps are to be counted, rules that communicate, and rules that do not."""
         self._drop_old_plan()
-        plan = self._current_plan()
-        self._check_layouts(plan)
+        plan = self._check_layouts(self._current_plan())
         present = [p for p, there in zip(plan.logical_params, plan.presence.update()) if there]
         grads = [self._grad(p) for p in present]
         self._materialize()
@@ -291,31 +292,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         together, alone = self._batches(present, grads, entries, scale, grad_factor, found_inf)
         return entries, [self.rule(batch) for batch in together], [self.rule(batch) for batch in alone]
 
-    def _check_layouts(self, plan: StepPlan) -> None:
-        """Raise ValueError, on all ranks, if an option asks for another state than there is, or another plan.
+    def _check_layouts(self, plan: StepPlan) -> StepPlan:
+        """Raise ValueError, on all ranks, if an option asks for another state than there is.
 
-        Only groups whose options have changed since the last step are looked at.
+        Only groups whose options have changed since the last step are looked at. Returns the plan, or a new one if the
+        parameters are to be divided into other matrices; then it is a collective.
         """
-        options = [{key: group.get(key) for key in self.layout_options} for group in self.param_groups]
+        options = [{key: group[key] for key in self.layout_options if key in group} for group in self.param_groups]
         changed = {n for n, (now, then) in enumerate(zip(options, plan.options)) if now != then}
+        divides = False
         for logical, number, height in zip(plan.logical_params, plan.group_of, plan.heights) if changed else ():
             if number not in changed:
                 continue
-            group, where = self.param_groups[number], slice_of(logical.param)
-            state, made = self._layouts.get(logical.param, (None, {}))
-            is_current = state is not None and state is self.state.get(logical.param)
-            layout = self.state_layout(where.shape, group) if is_current else {}
-            others = [key for key, tensor in layout.items() if made.get(key) != tensor]
-            if self.height(where, group) != height:
-                others.append("division into matrices")
-            if others:
-                then = plan.options[number]
-                names = [f"{key}={value!r}" for key, value in options[number].items() if not then or then[key] != value]
+            group, param = self.param_groups[number], logical.param
+            shape = slice_of(param).shape
+            divides = divides or self.height(slice_of(param), group) != height
+            made, with_options = self._layouts.get(param, ({}, {})) if self.state.get(param) else ({}, {})
+            layout = self.state_layout(shape, group) if made else {}
+            if others := [key for key, tensor in layout.items() if made.get(key) != tensor]:
+                names = [f"{k}={group.get(k)!r}" for k in self.layout_options if group.get(k) != with_options.get(k)]
                 raise ValueError(
                     f"{' or '.join(names)} was set after the first step and asks for another {' and '.join(others)} "
                     "than there is; set it back, or make a new optimizer"
                 )
+        if divides:
+            self._plan = None
+            plan = self._current_plan()
         plan.options = options
+        return plan
 
     def _batches(
         self,
@@ -576,7 +580,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     continue
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
-                self._layouts[param] = entry, self.state_layout(where.shape, group)
+                if self.layout_options:
+                    made_with = {key: group[key] for key in self.layout_options if key in group}
+                    self._layouts[param] = self.state_layout(where.shape, group), made_with
                 for key, tensor in self._layout(param, group).items():
                     entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
                     if key == "master":
@@ -618,7 +624,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = set(self._params())
         for param in [p for p in self.state if p not in params and not self.state[p].get("step")]:
             del self.state[param]
-            self._layouts.pop(param, None)
 
     def _drop_old_plan(self) -> None:
         """Drop the plan if the script has edited the groups."""

@@ -93,8 +93,12 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
-    if tensor.is_meta or getattr(tensor, "is_unfilled", False):
+    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values.
+
+    A write through .data does not count as one, but leaves values.
+    """
+    is_unfilled = isinstance(tensor, ShardedParameter) and tensor.is_unfilled and not tensor.to_local().any()
+    if tensor.is_meta or is_unfilled:
         raise ValueError(f"{name!r} has no values yet; load or initialise the model before saving it")
 
 
