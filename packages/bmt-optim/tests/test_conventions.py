@@ -155,7 +155,9 @@ CHANGES = [  # of options that the state depends on, in the last of the groups
     ("Muon", {}, {"use_muon": False, "betas": (0.9, 0.99)}),
     ("SOAP", {"max_precond_dim": 2}, {"max_precond_dim": 100}),
     ("Dion", {}, {"rank_fraction": 0.5}),
+    ("SOAP", {}, {"max_precond_dim": 2}),  # moments are kept in the bases
     ("DistributedShampoo", {}, {"max_preconditioner_dim": 2}),
+    ("DistributedShampoo", {"max_preconditioner_dim": 4}, {"max_preconditioner_dim": 2}),  # as many elements
     ("Adafactor", {}, {"beta1": 0.9}),
 ]
 
@@ -202,6 +204,21 @@ def test_an_optimizer_keeps_no_states_and_parameters_that_it_has_no_more(ctx, na
     train(optimizer, params, [1], lambda step: tensors([(4, 4)], step))
     assert moment() is None
     assert gone() is None
+
+
+@pytest.mark.ranks(1)
+def test_a_module_may_swap_its_parameters_after_a_step(ctx):
+    module = nn.Linear(4, 4)
+    params = list(module.parameters())
+    optimizer = made("SOAP", params)
+    train(optimizer, params, [0], lambda step: tensors([(4, 4), (4,)], step))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.bfloat16()  # which torch refuses for tensors with weak references
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    train(optimizer, params, [1], lambda step: tensors([(4, 4), (4,)], step))
 
 
 @pytest.mark.ranks(1, 2)

@@ -591,8 +591,10 @@ def test_tensors_without_values_or_memory_of_their_own_are_named(ctx: Any, tmp_p
         with pytest.raises(RuntimeError, match=r"nothing has filled them: \['weight', 'bias'\]; call init_parameters"):
             bmt_zero.save(model, tmp_path / name)
     assert not (tmp_path / name).exists()
-    for param in model.parameters():
-        param.data.fill_(2)  # which autograd does not count as a write
+    with torch.device("meta"):
+        model = bmt_zero.Block(nn.Linear(8, 1))  # one rank has the weight
+    for param, value in zip(model.parameters(), (2, 0), strict=True):
+        param.data.fill_(value)  # which autograd does not count as a write
     checkpointer = bmt_zero.Checkpointer(tmp_path / "run")
     checkpointer.save(1, model=model)
     checkpointer.wait()

@@ -180,4 +180,5 @@ def _reshard(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any]]) 
         raise
     finally:
         optimizer._plan = None
+        optimizer._layouts = optimizer._current_layouts()
     return optimizer

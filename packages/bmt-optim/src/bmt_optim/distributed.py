@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bmt_comm import (
     Communicator,
@@ -123,20 +122,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.communication = Communication()
         self._plan: StepPlan | None = None
         # By parameter, the layout of its state, and the options that it was made with.
-        self._layouts: MutableMapping[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]] = WeakIdKeyDictionary()
+        self._layouts: dict[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]] = {}
         given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor with a message
         if not len(given) and is_initialized() and current_context().pipe_size > 1:
             given = [{"params": []}]  # a stage may have nothing to train
         super().__init__(given, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_layouts": WeakIdKeyDictionary(dict(state.get("_layouts", ())))})
+        super().__setstate__({"_layouts": vars(self).get("_layouts", {}), **state})
         self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle_step()
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
-        return {**super().__getstate__(), **mine, "_layouts": list(self._layouts.items())}
+        return {**super().__getstate__(), **mine, "_layouts": self._current_layouts()}
 
     settle_step: Callable[[], Any] = staticmethod(lambda: None)
     """Called before the state is read or written: an OptimManager may not have counted the last step yet."""
@@ -306,10 +305,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 continue
             group, param = self.param_groups[number], logical.param
             shape = slice_of(param).shape
-            divides = divides or self.height(slice_of(param), group) != height
-            made, with_options = self._layouts.get(param, ({}, {})) if self.state.get(param) else ({}, {})
-            layout = self.state_layout(shape, group) if made else {}
-            if others := [key for key, tensor in layout.items() if made.get(key) != tensor]:
+            # Heights are of rows that ranks share out, and the same on all of them.
+            divides = divides or (logical.tp_comm is None and self.height(slice_of(param), group) != height)
+            state = self.state.get(param)
+            layout = self.state_layout(shape, group) if state else {}
+            made, with_options = self._layouts.get(param, (layout, {}))
+            if others := [k for k, tensor in layout.items() if made.get(k) != tensor or (state and k not in state)]:
                 names = [f"{k}={group.get(k)!r}" for k in self.layout_options if group.get(k) != with_options.get(k)]
                 raise ValueError(
                     f"{' or '.join(names)} was set after the first step and asks for another {' and '.join(others)} "
@@ -616,6 +617,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepping = next((rank for rank, (start, stop) in enumerate(logical.rows) if start < stop), 0)
         return replace(part, row_stop=part.row_stop if comm.rank == stepping else 0, row_comm=comm)
 
+    def _current_layouts(self) -> dict[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]]:
+        return {param: layout for param, layout in self._layouts.items() if param in self.state}
+
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -633,6 +637,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _current_plan(self) -> StepPlan:
         if self._plan is None:
             self._forget_replaced()
+            self._layouts = self._current_layouts()
             self._plan = StepPlan(self.param_groups, self.cost, self.height, self.replicas)
         return self._plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,8 +93,9 @@ class DistributedShampoo(DistributedOptimizer):
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         keys = ["exp_avg"] + ["exp_avg_sq"] * (options["grafting"] not in (None, "sgd"))
         keys += ["momentum_buffer"] * (options["momentum"] > 0)
-        numel = sum(n * n for block in block_shapes(shape, options) for n in block)
-        return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), replicated((numel,)))
+        sides = tuple(n for block in block_shapes(shape, options) for n in block)
+        matrices = replace(replicated((sum(n * n for n in sides),)), kind=sides)
+        return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), matrices)
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """About that of new roots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class SOAP(DistributedOptimizer):
             raise ValueError(f"precondition_frequency={every!r} must be a whole number")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
-        layout = {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
-        for d in _rotated_dims(shape, options):
+        dims = _rotated_dims(shape, options)
+        layout = {"exp_avg": like_parameter(shape), "exp_avg_sq": replace(like_parameter(shape), kind=tuple(dims))}
+        for d in dims:
             layout.update({f"{kind}_{d}": replicated((shape[d], shape[d])) for kind in ("gram", "basis")})
         return layout
 

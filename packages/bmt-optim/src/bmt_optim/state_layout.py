@@ -35,11 +35,13 @@ class StateTensor:
         dims: as above. The parameter's dimension 0 may only come first.
         dtype: of the tensor.
         fill: the first value of its elements.
+        kind: numbers that say what the elements are. A state does not fit a layout in which they differ.
     """
 
     dims: tuple[int | Size, ...]
     dtype: torch.dtype = torch.float32
     fill: float = 0
+    kind: tuple[int, ...] = ()
 
     def part(self, where: Slice) -> Slice:
         """The part of the state tensor on the rank that holds ``where`` of the parameter.

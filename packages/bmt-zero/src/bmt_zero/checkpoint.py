@@ -25,7 +25,7 @@ from bmt_comm import (
 )
 from bmt_comm.durable import obstacle
 
-from .checkpoints.contents import check_dense, check_has_values
+from .checkpoints.contents import check_dense, check_filled, check_has_values
 from .checkpoints.headers import NAMES, Entry
 from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory
 from .checkpoints.rank0_source import Rank0Source
@@ -130,8 +130,7 @@ def _check_values(entries: Mapping[str, Any], model: nn.Module, context: Paralle
     """Raise on every rank if the tensor of an entry cannot be saved."""
     problem: Exception | None = None
     try:
-        for group in dict.fromkeys(p.handle.group for p in model.parameters() if isinstance(p, ShardedParameter)):
-            group.check_values()
+        check_filled(model)
         for name, entry in entries.items():
             value = entry.value if isinstance(entry, StageEntry) else entry
             if isinstance(value, Tensor):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from bmt_comm import before_shutdown, note_place
 from bmt_comm.durable import sync_to_disk
 
+from .contents import check_filled
 from .directory import DirectoryLock, age_key, clean_up, complete_checkpoints, listed_steps, step_name
 from .headers import MAX_FILE_SIZE, DamagedError
 from .job import Job, SaveError, SaveTarget, run_job
@@ -147,6 +148,7 @@ class Checkpointer:
         job = Job(-1)
         problem: Exception | None = None
         try:
+            check_filled(objects.get("model"))  # a collective: first, because what follows may fail on one rank
             job.step = checked_step(step)
             prepare_job(job, Objects(objects), per_replica, self._comm.rank, self._comm.size, self._snapshot)
         except Exception as error:  # run_job raises it on the other ranks

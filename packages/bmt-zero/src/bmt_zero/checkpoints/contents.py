@@ -93,13 +93,19 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values.
-
-    A write through .data does not count as one, but leaves values.
-    """
-    is_unfilled = isinstance(tensor, ShardedParameter) and tensor.is_unfilled and not tensor.to_local().any()
-    if tensor.is_meta or is_unfilled:
+    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
+    if tensor.is_meta or getattr(tensor, "is_unfilled", False):
         raise ValueError(f"{name!r} has no values yet; load or initialise the model before saving it")
+
+
+def check_filled(model: Any) -> None:
+    """Raise RuntimeError if nothing has filled parameters of a model that were built on the meta device.
+
+    A collective of the ranks that share such parameters, unless a forward has seen values in them.
+    """
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    for group in dict.fromkeys(param.handle.group for param in params if isinstance(param, ShardedParameter)):
+        group.check_values()
 
 
 def mark_loaded(contents: Iterable[Content]) -> None:

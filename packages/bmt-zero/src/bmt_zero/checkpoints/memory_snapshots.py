@@ -36,6 +36,7 @@ from bmt_comm.startup import Peer
 from bmt_zero.state import raise_on_all
 
 from .checkpointer import checked_step
+from .contents import check_filled
 from .memory import Snapshot, copy_into, places_of, view_of
 from .objects import Objects
 from .snapshot_state import describe, prepare_restore
@@ -121,6 +122,7 @@ class MemorySnapshots:
 
         def prepare() -> int:
             nonlocal step
+            check_filled(objects.get("model"))  # a collective: first, because what follows may fail on one rank
             step = checked_step(step)
             parts.extend(_parts_of(*describe(Objects(objects))))
             return places_of(part.nbytes for part in parts)[1]
