@@ -219,6 +219,8 @@ def test_a_module_may_swap_its_parameters_after_a_step(ctx):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
     train(optimizer, params, [1], lambda step: tensors([(4, 4), (4,)], step))
+    assert module.weight.dtype is torch.bfloat16
+    assert optimizer.state[module.weight]["step"] == 2
 
 
 @pytest.mark.ranks(1, 2)

@@ -210,6 +210,7 @@ def checked_addresses(
     extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
     for i, param in enumerate(params):
         _check_tensor(f"params[{i}]", param)
+        device = device_of(params)  # the first one is a tensor
         addresses: dict[str, int] = {}
         for name, values in lists.items():
             tensor = values[i]
@@ -217,7 +218,6 @@ def checked_addresses(
                 continue
             where = f"{name}[{i}]"
             _check_tensor(where, tensor)
-            device = device_of(params)
             if check is None:
                 _check_adam_tensor(where, name, tensor, param, device)
             else:

@@ -297,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Only groups whose options have changed since the last step are looked at. Returns the plan, or a new one if the
         parameters are to be divided into other matrices; then it is a collective.
         """
-        options = [{key: group[key] for key in self.layout_options if key in group} for group in self.param_groups]
+        options = [self._options_of_layout(group) for group in self.param_groups]
         changed = {n for n, (now, then) in enumerate(zip(options, plan.options)) if now != then}
         divides = False
         for logical, number, height in zip(plan.logical_params, plan.group_of, plan.heights) if changed else ():
@@ -582,8 +582,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
                 if self.layout_options:
-                    made_with = {key: group[key] for key in self.layout_options if key in group}
-                    self._layouts[param] = self.state_layout(where.shape, group), made_with
+                    self._layouts[param] = self.state_layout(where.shape, group), self._options_of_layout(group)
                 for key, tensor in self._layout(param, group).items():
                     entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
                     if key == "master":
@@ -616,6 +615,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return part
         stepping = next((rank for rank, (start, stop) in enumerate(logical.rows) if start < stop), 0)
         return replace(part, row_stop=part.row_stop if comm.rank == stepping else 0, row_comm=comm)
+
+    def _options_of_layout(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: group[key] for key in self.layout_options if key in group}
 
     def _current_layouts(self) -> dict[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]]:
         return {param: layout for param, layout in self._layouts.items() if param in self.state}

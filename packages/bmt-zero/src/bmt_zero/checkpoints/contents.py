@@ -93,8 +93,8 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
-    if tensor.is_meta or getattr(tensor, "is_unfilled", False):
+    """Raise ValueError if a tensor is on the meta device. :func:`check_filled` is about parameters."""
+    if tensor.is_meta:
         raise ValueError(f"{name!r} has no values yet; load or initialise the model before saving it")
 
 

@@ -37,7 +37,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
-        check_has_values(content.entry.name, content.tensor if content.owner is None else content.owner)
+        check_has_values(content.entry.name, content.tensor)
     tensors, indices = distinct_tensors(content for _, content in contents)
     copies = snapshot.take([tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
     for (section, content), index in zip(contents, indices):

@@ -38,7 +38,7 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [content for held in sections.values() for content in held]
     for content in contents:
-        check_has_values(content.entry.name, content.tensor if content.owner is None else content.owner)
+        check_has_values(content.entry.name, content.tensor)
     described = {
         "sections": {section: _entries(held) for section, held in sections.items()},
         "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
