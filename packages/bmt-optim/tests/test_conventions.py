@@ -194,6 +194,30 @@ def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("Adam", "betas", r"group 0 has no options \['betas'\] any more"),
+        ("Muon", "parts", r"group 0 has no options \['parts'\] any more"),
+        ("GaLoreAdamW", "update_proj_gap", r"group 0 has no options \['update_proj_gap'\] any more"),
+        ("GaLoreAdamW", "rank", "'rank' was removed after the first step and asks for another"),
+    ],
+)
+def test_an_option_that_was_removed_from_a_group_is_named(ctx, name, option, message):
+    params = [nn.Parameter(torch.ones(4, 4))]
+    optimizer = getattr(bmt_optim, name)([{"params": params, **({"rank": 2} if name == "GaLoreAdamW" else {})}], lr=0.1)
+    stepped(optimizer, params, range(2))
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    value = optimizer.param_groups[0].pop(option)
+    grads_of(params, 2)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    torch.testing.assert_close((params, optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    optimizer.param_groups[0][option] = value
+    optimizer.step()
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", ["Lion", "SOAP"])
 def test_an_optimizer_keeps_no_states_and_parameters_that_it_has_no_more(ctx, name):
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]

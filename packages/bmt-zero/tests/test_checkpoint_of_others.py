@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,51 @@ def test_one_element_of_any_stride(ctx: ParallelContext, tmp_path: Path, name: s
         bmt_zero.save(model, tmp_path / name)
         bmt_zero.load(other, tmp_path / name)
     assert float(other.weight.detach()) == float(other.first) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "steps", "mapped"])
+def test_elements_that_share_memory_are_refused(ctx: ParallelContext, tmp_path: Path, name: str) -> None:
+    """Before anything is loaded. With ``m.pt``, only one rank has such a tensor."""
+    model, other = (bmt_zero.shard(nn.Linear(3, 3)) for _ in range(2))
+    model.register_buffer("rows", torch.ones(1, 3).expand(2, 3))
+    other.register_buffer("rows", model.rows if name != "m.pt" or ctx.rank == 1 else torch.ones(2, 3))
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        if name == "steps":
+            checkpointer.save(1, model=model)
+            load = partial(checkpointer.load, 1, model=other)
+        else:
+            bmt_zero.save(model, tmp_path / name)
+            load = partial(
+                bmt_zero.load, other, tmp_path / name, key_map=(lambda key: key) if name == "mapped" else None
+            )
+        with pytest.raises(ValueError, match="elements of 'rows' share memory"):
+            load()
+    assert all(value.equal(before[key]) for key, value in other.state_dict().items())
+
+
+@pytest.mark.ranks(2)
+def test_states_that_are_made_in_inference_mode_can_be_stepped(ctx: ParallelContext, tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = bmt_zero.shard(nn.Linear(3, 3))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    train(model, optimizer)
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer)
+        other, of_other = made()
+        with torch.inference_mode():
+            checkpointer.load(1, model=other, optimizer=of_other)
+    for each in (model, optimizer), (other, of_other):
+        train(*each)
+    assert all(value.equal(model.state_dict()[key]) for key, value in other.state_dict().items())
 
 
 class Conjugates(nn.Module):

@@ -268,6 +268,8 @@ def test_files_are_split_by_size() -> None:
     assert [[entry.name for entry in file.entries] for file in files][:2] == [["w0", "w1"], ["w2", "w3"]]
     with pytest.raises(ValueError, match="there are two tensors 'a'"):
         lay_out("model", [Entry("a", "F32", (1,)), Entry("a", "F32", (2,))])
+    with pytest.raises(ValueError, match="no tensors of the name '__metadata__'"):
+        lay_out("model", [Entry("a", "F32", (1,)), Entry("__metadata__", "F32", (2,))])
 
 
 def head(header: Any, data: int = 0) -> bytes:

@@ -266,7 +266,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.settle_step()
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale!r} must be positive and finite")
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
+            if missing := {**self.defaults, **self.extra_defaults(group)}.keys() - group.keys():
+                raise ValueError(f"parameter group {number} has no options {sorted(missing)} any more; set them again")
             self.check_options(group)
         entries, together, alone = self._rules(float(scale), grad_factor, found_inf)
 
@@ -311,9 +313,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             layout = self.state_layout(shape, group) if state else {}
             made, with_options = self._layouts.get(param, (layout, {}))
             if others := [k for k, tensor in layout.items() if made.get(k) != tensor or (state and k not in state)]:
-                names = [f"{k}={group.get(k)!r}" for k in self.layout_options if group.get(k) != with_options.get(k)]
+                changes = [k for k in self.layout_options if group.get(k) != with_options.get(k)]
+                names = [f"{k}={group[k]!r} was set" if k in group else f"{k!r} was removed" for k in changes]
                 raise ValueError(
-                    f"{' or '.join(names)} was set after the first step and asks for another {' and '.join(others)} "
+                    f"{' or '.join(names)} after the first step and asks for another {' and '.join(others)} "
                     "than there is; set it back, or make a new optimizer"
                 )
         if divides:

@@ -25,7 +25,7 @@ from bmt_comm import (
 )
 from bmt_comm.durable import obstacle
 
-from .checkpoints.contents import check_dense, check_filled, check_has_values
+from .checkpoints.contents import check_dense, check_filled, check_has_values, check_writable
 from .checkpoints.headers import NAMES, Entry
 from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory
 from .checkpoints.rank0_source import Rank0Source
@@ -241,6 +241,14 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
     reading.check_dtypes({name: dtype_of(value) for name, value in entries.items() if not is_extra_state(name)})
     wanted = [fact for fact in reading.facts if fact[0] in entries]
     targets = {name: e.value if isinstance(e, StageEntry) else e for name, e in entries.items()}  # None elsewhere
+    problem: Exception | None = None
+    try:
+        for name, _, _ in wanted:
+            if isinstance(target := targets[name], Tensor) and target.layout is torch.strided:
+                check_writable(name, local_tensor(target))
+    except ValueError as error:
+        problem = error
+    raise_on_all(reading.context.world, problem)  # stages have different tensors
     made = give_memory(model, device, [targets[name] for name, _, _ in wanted])
     extra_state: dict[str, Any] = {}
     for name, shape, dtype in wanted:

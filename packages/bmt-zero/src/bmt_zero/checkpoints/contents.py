@@ -66,15 +66,26 @@ def contents_of_model(model: nn.Module, entries: Mapping[str, Any] | None = None
 
 
 def require_memory(contents: Iterable[Content]) -> None:
-    """Raise ValueError if a tensor cannot be written: it is on the meta device, or is made of other tensors."""
+    """Raise ValueError if a tensor is on the meta device, or cannot be written (see :func:`check_writable`)."""
     for content in contents:
         if content.tensor.is_meta:
             raise without_memory(content.entry.name)
-        if content.tensor.numel() and not content.tensor.data_ptr():
-            raise ValueError(
-                f"{content.entry.name!r} is a {type(content.tensor).__name__} made of other tensors, which cannot be "
-                "written into; load before it is converted. Nothing was loaded"
-            )
+        check_writable(content.entry.name, content.tensor)
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if a tensor is made of other tensors, or has elements that share memory. It may be on the meta
+    device."""
+    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
+        raise ValueError(
+            f"{name!r} is a {type(tensor).__name__} made of other tensors, which cannot be written into; load before "
+            "it is converted. Nothing was loaded"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(
+            f"elements of {name!r} share memory, as after expand(), and cannot be written one by one; clone it before "
+            "it becomes part of the model. Nothing was loaded"
+        )
 
 
 def without_memory(name: str) -> ValueError:

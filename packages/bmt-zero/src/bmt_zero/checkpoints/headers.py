@@ -42,6 +42,8 @@ DTYPES = {
 }
 """The dtypes of the format, by the format's names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+"""What a header has beside tensors. No tensor may have this name."""
 LONGEST_HEADER = 100_000_000
 """The most bytes of a header: the limit of the safetensors package."""
 MAX_FILE_SIZE = 5 * 10**9
@@ -120,9 +122,15 @@ class FileLayout:
 
 
 def lay_out_file(name: str, entries: Iterable[Entry], section: str = "") -> FileLayout:
-    """The layout of one file. Tensors with larger elements come first, so that each is aligned to its element size."""
+    """The layout of one file. Tensors with larger elements come first, so that each is aligned to its element size.
+
+    Raises:
+        ValueError: a name that the format reserves.
+    """
     ordered = sorted(entries, key=lambda entry: (-entry.itemsize, natural_key(entry.name)))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if any(entry.name == METADATA for entry in ordered):
+        raise ValueError(f"safetensors files have no tensors of the name {METADATA!r}; rename it")
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     starts, end = [], 0
     for entry in ordered:
         starts.append(end)
@@ -139,7 +147,7 @@ def lay_out(section: str, entries: Iterable[Entry], max_file_size: int = MAX_FIL
     """The layouts of files ``<section>-00001-of-0000n.safetensors`` for all entries, in the order of their names.
 
     Raises:
-        ValueError: a name occurs twice.
+        ValueError: a name occurs twice, or is reserved.
     """
     ordered = sorted(entries, key=lambda entry: natural_key(entry.name))
     for before, after in itertools.pairwise(ordered):
@@ -181,7 +189,7 @@ def parse_head(path: object, head: bytes, file_size: int) -> FileLayout:
     data = 8 + length
     spans = []
     for name, fields in header.items():
-        if name == "__metadata__":
+        if name == METADATA:
             continue
         spans.append(_parse_entry(path, name, fields))
     spans.sort(key=lambda item: (item[1], item[2]))

@@ -18,6 +18,7 @@ from . import trainer_state
 from .contents import (
     Content,
     any_own_code,
+    check_writable,
     contents_of_model,
     distinct_tensors,
     extra_states,
@@ -268,6 +269,8 @@ class WeightLoader:
     def _raise_unless_it_fits(self, problems: list[str]) -> None:
         if problems:
             raise ValueError(f"{self._path} does not fit the model; nothing was loaded: " + "; ".join(problems))
+        for content in self._wanted:
+            check_writable(content.entry.name, content.tensor)
         check_range(self._wanted, self._source)
 
     def read(self, device: torch.device) -> None:
