@@ -42,9 +42,11 @@ constexpr int64_t kName = 96;   // bytes after these
 // Write an entry of a table.
 void describe(int64_t entry, int64_t place, int64_t size, uint32_t number, int64_t operation, const py::bytes& name) {
   auto* words = address<int64_t>(entry);
+  // The number comes first. Who reads an old message's entry late, and the number last, sees that it was overwritten.
+  reinterpret_cast<volatile int64_t&>(words[2]) = number;
+  std::atomic_thread_fence(std::memory_order_release);
   words[0] = place;
   words[1] = size;
-  words[2] = number;
   words[3] = operation;
   std::memcpy(words + kWords, PyBytes_AS_STRING(name.ptr()), static_cast<size_t>(kName));
 }

@@ -326,8 +326,8 @@ class SharedMemoryExchange:
     def _compare(self, rank: int, number: int, operation: int, name: bytes) -> None:
         """Raise if a message that was sent belongs to another operation than the one given."""
         memory, entry = self._memories[rank], self._entry(number)
-        theirs = memory.words[entry + 3], memory.name(entry)
-        # The entry may have been overwritten since.
+        theirs = memory.words[entry + 3], bytes(memory.name(entry))
+        # The entry may have been overwritten since. A process that overwrites it writes the number first.
         if memory.words[entry + 2] == number & MASK and (theirs[0] != operation or theirs[1] != name):
             raise MismatchError(
                 f"ranks call different operations: {self.names[rank]} is at {_in_words(*theirs)}, "
@@ -410,9 +410,9 @@ def longest_sleep(but: object = None) -> float:
     return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 
-def _in_words(operation: int, name: bytes | memoryview) -> str:
+def _in_words(operation: int, name: bytes) -> str:
     """An operation in words."""
-    return f"operation {operation}, {bytes(name).rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
+    return f"operation {operation}, {name.rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
 
 
 @functools.lru_cache(4096)

@@ -379,23 +379,26 @@ class ParameterGroup:
 
     def check_values(self) -> None:
         """Raise if nothing has filled parameters that were built on the meta device."""
-        unfilled = [param for param in self.unfilled if param.is_unfilled]
+        waiting = [param for param in self.unfilled if param.awaits_values]
         self.unfilled = []
-        if not unfilled:
+        if not waiting:
             return
         # A write through .data does not count as one, but leaves values. Each rank has other rows, so ask all ranks.
-        written = torch.tensor(any(bool(param.to_local().any()) for param in unfilled), device=self.context.device)
-        written = written.to(torch.uint8)
+        facts = [[not param.is_unfilled, param.is_unfilled and bool(param.to_local().any())] for param in waiting]
+        answers = torch.tensor(facts, dtype=torch.uint8, device=self.context.device)
         for comm in self.communicators:
-            comm.all_reduce(written, "max", label=f"whether {self.name} has values")
-        if not written:
-            self.unfilled = unfilled
-            paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p in self.unfilled)]
+            comm.all_reduce(answers, "max", label=f"whether {self.name} has values")
+        unfilled = [
+            (param, has_values) for param, (written, has_values) in zip(waiting, answers.tolist()) if not written
+        ]
+        if unfilled and not any(has_values for _, has_values in unfilled):
+            self.unfilled = waiting
+            paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p, _ in unfilled)]
             raise RuntimeError(
                 f"parameters of {self.name} were built on the meta device and nothing has filled them: {paths[:5]}; "
                 f"call init_parameters(model), load a state dict or a checkpoint, or write into them"
             )
-        for param in unfilled:
+        for param in waiting:
             param.awaits_values = False
 
     def reshard(self) -> None:
