@@ -16,6 +16,7 @@ from bmt_optim import (
     AdamOptimizer,
     AdamW,
     Lamb,
+    Lion,
     Muon,
     OptimManager,
     TorchAdafactor,
@@ -233,6 +234,52 @@ def test_a_subclass_with_a_rule_of_its_own_is_not_stepped_in_an_overflow(ctx, ba
     param.grad = torch.full((3,), 2.0)
     assert manager.step() is True
     assert param.tolist() == [0.5] * 3
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("base", [AdamW, AdamOptimizer])
+def test_a_subclass_with_a_rule_of_its_own_maximizes(ctx, base):
+    """Whether or not the rule calls the one that it overrides."""
+
+    class Plain(base):
+        def rule(self, batch):
+            yield []
+            for indices, weights in batch.writable():
+                for i, weight in zip(indices, weights):
+                    weight.sub_(batch.fp32_grad(i), alpha=batch.options["lr"])
+
+    class Calls(base):
+        def rule(self, batch):
+            yield from super().rule(batch)
+
+    for kind in (base, Plain, Calls):
+        param = nn.Parameter(torch.zeros(3))
+        optimizer = kind([param], lr=0.5, weight_decay=0.0, maximize=True)
+        for _ in range(2):
+            param.grad = torch.ones(3)
+            optimizer.step()
+        torch.testing.assert_close(param.detach(), torch.ones(3), rtol=1e-5, atol=0)
+        assert optimizer.param_groups[0]["maximize"]
+
+
+@pytest.mark.ranks(1)
+def test_what_a_class_says_does_not_hold_for_what_a_subclass_overrides(ctx):
+    class Rule(Lion):
+        def rule(self, batch):
+            yield []
+
+    class Layout(Lion):
+        def state_layout(self, shape, options):
+            return {}
+
+    class Says(Rule):
+        sums_over_ranks = False
+
+    class Below(Says):
+        pass
+
+    assert [kind.sums_over_ranks for kind in (Lion, Rule, Layout, Says, Below)] == [False, True, False, False, False]
+    assert [kind.keeps_copies for kind in (Lion, Rule, Layout)] == [False, False, True]
 
 
 @pytest.mark.ranks(1)

@@ -57,6 +57,9 @@ _add_param_group, _zero_grad = (
     not_compiled(inspect.unwrap(getattr(torch.optim.Optimizer, name))) for name in ("add_param_group", "zero_grad")
 )
 
+_FACTS = {"sums_over_ranks": "rule", "keeps_copies": "state_layout", "maximizes": "rule", "takes_found_inf": "rule"}
+"""Attributes of classes, and the method that each is about."""
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is the same mathematics on one device and over shards of any kind.
@@ -106,17 +109,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class says of its rule does not hold for a subclass that overrides the rule and says nothing.
-        nearest = next(vars(c) for c in cls.__mro__ if "takes_found_inf" in vars(c) or "rule" in vars(c))
-        if "takes_found_inf" not in nearest:
-            cls.takes_found_inf = False
+        # What a class says of a method does not hold for a subclass that overrides the method and says nothing.
+        for fact, method in _FACTS.items():
+            nearest = next(vars(c) for c in cls.__mro__ if fact in vars(c) or method in vars(c))
+            if fact not in nearest:
+                setattr(cls, fact, vars(DistributedOptimizer)[fact])
 
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
         if self.sums_over_ranks and is_deterministic():
             raise ValueError(
                 f"{type(self).__name__} adds up over ranks in an order that depends on their number; with "
                 "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Lion, AdEMAMix, ScheduleFreeAdamW, "
-                "Muon, SOAP, DistributedShampoo, Dion, or an element-wise optimizer of torch"
+                "Muon, SOAP, DistributedShampoo, Dion, or an element-wise optimizer of torch. A class whose rule does "
+                "not add up over ranks has sums_over_ranks=False"
             )
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
@@ -267,7 +272,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for number, group in enumerate(self.param_groups):
-            if missing := {**self.defaults, **self.extra_defaults(group)}.keys() - group.keys():
+            # torch gives copies of an optimizer the default "differentiable".
+            if missing := {**self.defaults, **self.extra_defaults(group)}.keys() - group.keys() - {"differentiable"}:
                 raise ValueError(f"parameter group {number} has no options {sorted(missing)} any more; set them again")
             self.check_options(group)
         entries, together, alone = self._rules(float(scale), grad_factor, found_inf)
@@ -350,6 +356,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if step == 1:
                 sync_masters([entries[n] for n in members], locals_.values())
             if group.get("maximize") and not self.maximizes:
+                group = {**group, "maximize": False}  # for a rule that calls one that heeds it
                 given = dict(zip(members, torch._foreach_neg(list(given.values()))))
             divided = [n for n in members if not present[n].undivided]
             here = [n for n in members if present[n].undivided and present[n].where.numel]
