@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import bmt_comm
 from bmt_comm import init_distributed, shutdown
-from bmt_comm.context import _LOCAL_RANKS, _choose_device, _local_rank
+from bmt_comm.launch import LOCAL_RANKS, choose_device, local_rank
 from bmt_comm.layout_groups import _pairs
 from bmt_comm.startup import connect
 
@@ -589,7 +589,7 @@ def test_ranks_meet_after_a_restart_though_only_one_had_come_before(tmp_path, cr
     ],
 )
 def test_the_gpu_of_a_process(given, gpus, index, monkeypatch):
-    for name in (*_LOCAL_RANKS, "CUDA_VISIBLE_DEVICES"):
+    for name in (*LOCAL_RANKS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -597,10 +597,10 @@ def test_the_gpu_of_a_process(given, gpus, index, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if index is None:
         with pytest.raises(ValueError, match=f"local rank 3 needs CUDA device 3, and there are {gpus}"):
-            _choose_device(None, _local_rank(), None, adopt=False)
+            choose_device(None, local_rank(), None, adopt=False)
     else:
-        assert _choose_device(None, _local_rank(), None, adopt=False) == torch.device("cuda", index)
-    assert _choose_device("cuda:0", _local_rank(), None, adopt=False).index == 0
+        assert choose_device(None, local_rank(), None, adopt=False) == torch.device("cuda", index)
+    assert choose_device("cuda:0", local_rank(), None, adopt=False).index == 0
 
 
 @pytest.mark.ranks(2, init=False)

@@ -16,30 +16,29 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _compat, watch
+from . import watch
 from .agreement import TIMEOUT, begin_agreements, forget_steps, stop_agreements
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator
 from .fixed_order import use_deterministic_kernels
+from .job_settings import JobSettings, check_settings
 from .journal import journals, note_place
+from .launch import Launch, Meeting, choose_device
 from .layout_groups import LayoutGroups
 from .leaving import end_with_an_error, log_failures, prepare_shutdown
 from .report import ranks_in_words
 from .slice import forget_communicators
-from .startup import Start, connect, meet
+from .startup import meet
 from .topology import TopologyNames
 from .transport import stop_sharing_memory, stop_waiting
 
 MESH_DIMS = ("pipe", "data", "tensor")
-_SHORTEST, _LONGEST = 1e-3, 1e9  # seconds of a timeout; torch counts in milliseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,120 +211,33 @@ def init_distributed(
     global _current, _process
     if _current is not None:
         raise RuntimeError("init_distributed() was called already; call shutdown() before calling it again")
-    pipe_size = 1 if pipe_size == -1 else pipe_size
-    for name, value in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
-    if num_micro_batches is not None and (not isinstance(num_micro_batches, int) or num_micro_batches < 1):
-        raise ValueError(f"num_micro_batches={num_micro_batches!r} must be a positive integer")
-    if zero_level not in (0, 1, 2, 3):
-        raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed={seed!r} must be at least -2**63 and below 2**64")
-    if isinstance(timeout, datetime.timedelta):
-        timeout = timeout.total_seconds()
-    if not _SHORTEST <= timeout <= _LONGEST:
-        raise ValueError(f"timeout={timeout:g} must be at least {_SHORTEST:g} and at most {_LONGEST:g} seconds")
-    timeout = datetime.timedelta(seconds=timeout)
-    if agreement_timeout is None:
-        agreement_timeout = min(timeout.total_seconds(), TIMEOUT)
-    if isinstance(agreement_timeout, datetime.timedelta):
-        agreement_timeout = agreement_timeout.total_seconds()
-    if not 0 < agreement_timeout <= timeout.total_seconds():
-        raise ValueError(
-            f"agreement_timeout={agreement_timeout:g} must be more than 0 and not more than "
-            f"timeout={timeout.total_seconds():g}, both in seconds"
-        )
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    launched = len(given) == 2
-    adopt = dist.is_initialized()
-    if len(given) == 1 and init_method == "env://" and not adopt:
-        missing = "WORLD_SIZE" if given == ["RANK"] else "RANK"
-        raise ValueError(
-            f"the environment variable {given[0]} is set and {missing} is not; launchers such as torchrun set both, "
-            "and a job of one process needs neither"
-        )
-    if adopt:
-        world_size = dist.get_world_size()
-    else:
-        world_size = _world_size(init_method) if launched or init_method != "env://" else 1
-        if launched and not 0 <= int(os.environ["RANK"]) < world_size:
-            raise ValueError(
-                f"the environment variables RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} do not "
-                f"fit: ranks are 0 to {world_size - 1}; launchers such as torchrun set both"
-            )
+    settings = check_settings(
+        seed, pipe_size, num_micro_batches, tp_size, zero_level, timeout, agreement_timeout, deterministic
+    )
     # Checked before any process group exists, so that every rank raises and none waits for another.
-    if world_size % (pipe_size * tp_size) != 0:
-        raise ValueError(
-            f"pipe_size={pipe_size} × tp_size={tp_size} = {pipe_size * tp_size} does not divide the world size "
-            f"{world_size}; choose sizes whose product does"
-        )
-    if deterministic and pipe_size > 1:
-        raise ValueError("deterministic=True: a pipeline adds up its micro-batches in its own order; use pipe_size=1")
-    replicas = world_size // (pipe_size * tp_size)
-    if deterministic and (replicas & (replicas - 1) or tp_size & (tp_size - 1)):
-        raise ValueError(
-            f"deterministic=True takes numbers of replicas and of tensor-parallel ranks that are powers of two, and "
-            f"there are {replicas} and {tp_size}"
-        )
-    local_rank = _local_rank()
-    chosen = _choose_device(device, local_rank, backend, adopt)
+    launch = Launch(init_method)
+    settings.check_world_size(launch.world_size)
+    chosen = choose_device(device, launch.local_rank, backend, launch.adopts)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if not adopt:
-        backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
-        if launched or init_method != "env://":
-            # -1: init_method contains it.
-            rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
-            store, rank, size = connect(init_method, rank, size, timeout)
-            store.set_timeout(timeout)
-            # torchrun's store outlives a process group, and still has the addresses of the previous one.
-            start = Start(store, rank, timeout.total_seconds())
-            store = dist.PrefixStore(f"bmt_comm/{start.name}", store)
-        else:
-            store, rank, size = dist.HashStore(), 0, 1
-            start = None
-        meeting = store
-    else:
-        rank, size = dist.get_rank(), world_size
-        meeting = dist.distributed_c10d._get_default_store()
-        start = Start(meeting, rank, timeout.total_seconds())
-        meeting = dist.PrefixStore(f"bmt_comm/{start.name}", meeting)
-    facts = {
-        "seed": seed,
-        "pipe_size": pipe_size,
-        "num_micro_batches": num_micro_batches or pipe_size,
-        "tp_size": tp_size,
-        "zero_level": zero_level,
-        "device": chosen.type,
-        "backend": backend,
-        "timeout": timeout,
-        "agreement_timeout": agreement_timeout,
-        "deterministic": deterministic,
-    }
-    begin_agreements(dist.PrefixStore("agree", meeting), agreement_timeout)
-    if size > 1:
-        seconds = timeout.total_seconds()
-        peers = meet(dist.PrefixStore("start", meeting), rank, size, facts, seconds, start)
-        watch.start(dist.PrefixStore("watch", meeting), rank, size, peers, seconds, _wake)
+    if backend is None and not launch.adopts:
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+    meeting = launch.join(settings.timeout)
+    begin_agreements(dist.PrefixStore("agree", meeting.store), settings.agreement_timeout)
+    if meeting.size > 1:
+        _meet(meeting, {**vars(settings), "device": chosen.type, "backend": backend}, settings.timeout.total_seconds())
     try:
-        if not adopt:
+        if not launch.adopts:
             assert backend is not None
-            # With a device, NCCL connects when the process group is made.
-            bound = chosen if "nccl" in backend else None
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-        context = _lay_out(
-            chosen,
-            pipe_size,
-            tp_size,
-            timeout,
-            local_rank=local_rank,
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
-            num_micro_batches=num_micro_batches or pipe_size,
-            zero_level=zero_level,
-            deterministic=deterministic,
-            owns_process_group=not adopt,
-        )
+            dist.init_process_group(
+                backend,
+                store=meeting.store,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=settings.timeout,
+                device_id=chosen if "nccl" in backend else None,  # with a device, NCCL connects now
+            )
+        context = _lay_out(chosen, settings, launch)
     except BaseException:
         watch.stop(leaves=False)
         raise
@@ -339,6 +251,12 @@ def init_distributed(
         _settings.enter_context(torch.autograd.set_multithreading_enabled(False))
     _current, _process = context, os.getpid()
     return context
+
+
+def _meet(meeting: Meeting, facts: Mapping[str, object], seconds: float) -> None:
+    """Wait for the other ranks, compare facts with theirs, and watch them from now on."""
+    peers = meet(dist.PrefixStore("start", meeting.store), meeting.rank, meeting.size, facts, seconds, meeting.start)
+    watch.start(dist.PrefixStore("watch", meeting.store), meeting.rank, meeting.size, peers, seconds, _wake)
 
 
 def _wake(message: str) -> None:
@@ -405,68 +323,15 @@ def _shutdown_at_exit() -> None:
 atexit.register(_shutdown_at_exit)
 
 
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Where torchrun, srun, Open MPI and other launchers of MPI programs set the local rank."""
-
-
-def _local_rank() -> int:
-    return int(next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0"))
-
-
-def _world_size(init_method: str) -> int:
-    """The number of processes, from the environment or else from the query of ``init_method``."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    query = parse_qs(urlparse(init_method).query)
-    if "world_size" not in query:
-        raise ValueError(
-            f"init_method={init_method!r} does not tell the number of processes: add ?rank=...&world_size=... to it, "
-            "or set the environment variables RANK and WORLD_SIZE"
-        )
-    return int(query["world_size"][0])
-
-
-def _choose_device(
-    device: str | torch.device | None, local_rank: int, backend: str | None, adopt: bool
-) -> torch.device:
-    if device is None:
-        nccl = "nccl" in _compat.backends().values() if adopt else backend != "gloo"
-        device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cpu":
-        if backend is not None and "nccl" in backend and "gloo" not in backend:
-            raise ValueError(f"backend={backend!r} cannot communicate CPU tensors; use gloo, or device='cuda'")
-        return chosen
-    if chosen.type != "cuda":
-        raise ValueError(f"device={device!r} is not supported; choose 'cuda' or 'cpu'")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: no CUDA device is available; use device='cpu'")
-    index = chosen.index
-    if index is None and adopt:  # the device that the process group is bound to, or that the process has chosen
-        assert dist.group.WORLD is not None
-        bound = dist.group.WORLD.bound_device_id
-        index = (torch.cuda.current_device() or None) if bound is None else bound.index
-    if index is None:
-        has_own = torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
-        index = 0 if has_own else local_rank  # a launcher may let each process see its own GPU only
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"local rank {local_rank} needs CUDA device {index}, and there are {torch.cuda.device_count()}; "
-            f"start at most one process per GPU, or pass device='cpu'"
-        )
-    return torch.device("cuda", index)
-
-
-def _lay_out(
-    device: torch.device, pipe_size: int, tp_size: int, timeout: datetime.timedelta, **settings: Any
-) -> ParallelContext:
-    """The context, with its communicators. ``settings`` are further attributes."""
+def _lay_out(device: torch.device, settings: JobSettings, launch: Launch) -> ParallelContext:
+    """The context, with its communicators."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    pipe_size, tp_size = settings.pipe_size, settings.tp_size
     data_size = world_size // (pipe_size * tp_size)
     grid = torch.arange(world_size, device="cpu").view(pipe_size, data_size, tp_size)
     everyone = dist.group.WORLD
     assert everyone is not None
-    groups = LayoutGroups(everyone, device, timeout)
+    groups = LayoutGroups(everyone, device, settings.timeout)
     mesh_groups = [groups.of(_parts(grid, d)) for d in range(3)]
     mesh = DeviceMesh.from_group(mesh_groups, device.type, grid, mesh_dim_names=MESH_DIMS)
 
@@ -500,7 +365,12 @@ def _lay_out(
         pipe_host=pipe_host,
         zero_host=zero_host,
         subgroups=tuple(groups.made),
-        **settings,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        num_micro_batches=settings.num_micro_batches,
+        zero_level=settings.zero_level,
+        deterministic=settings.deterministic,
+        owns_process_group=not launch.adopts,
     )
 
 

@@ -83,16 +83,11 @@ class Pipeline:
         try:
             if len(hidden) < self.num_hidden:
                 raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
-            if tail is not None and return_hidden_states:
-                raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
-            if tail is None and (tail_args or tail_modules):
-                raise ValueError(f"{'tail_args' if tail_args else 'tail_modules'} were given without a tail")
-            if tail is not None and inside_checkpoint():
-                raise ValueError(
-                    "a tail was passed inside of torch.utils.checkpoint, which would compute all of it a second time; "
-                    "call the pipeline outside of it: it keeps little between forward and backward by itself"
-                )
-            if tail is not None:
+            if tail is None:
+                if tail_args or tail_modules:
+                    raise ValueError(f"{'tail_args' if tail_args else 'tail_modules'} were given without a tail")
+            else:
+                _check_tail(return_hidden_states)
                 prepared = Tail(tail, tail_modules, context, self._factor, grad)
             signature, values = sign(
                 hidden,
@@ -115,25 +110,11 @@ class Pipeline:
             )
         except Exception as error:  # of any kind: the other ranks must learn of it
             problem = error
-        try:
-            key, signatures = exchange_signatures(context, self._signatures, signature, problem)
-        except Exception:
-            self._agree_on_micro_batches(0)
-            raise
-        # The same number on every stage, and no empty micro-batch if the batches are not empty.
-        wanted = -(-context.num_micro_batches // context.pipe_size)
-        per_stage = self._agree_on_micro_batches(max(1, min(wanted, *(s.batch for s in signatures))))
-        if not per_stage:
-            raise StageFailedError(
-                "another data-parallel or tensor-parallel rank's call of the pipeline has failed; see its error"
-            )
+        key, signatures, per_stage = self._agree(signature, problem)
         differentiable = grad and (_train(signatures) or (prepared is not None and prepared.may_train))
         plan = self._plans.get((key, per_stage))
         if plan is None or plan.differentiable != differentiable:
-            sizes = context.pipe_size, per_stage * context.pipe_size, len(chunks)
-            schedule = make_schedule(self.tail_schedule, *sizes)
-            if tail is None:
-                schedule = recompute(*sizes, schedule.v_shaped)
+            schedule = self._schedule(per_stage, has_tail=tail is not None)
             plan = Plan(signatures, schedule, differentiable, return_hidden_states, self.layers)
             if key in self._signatures:
                 remember(self._plans, (key, per_stage), plan)
@@ -149,6 +130,32 @@ class Pipeline:
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """A pipeline on the same ranks that remembers no calls."""
         return Pipeline(self.layers, self.num_hidden, self.context, self.tail_schedule)
+
+    def _agree(self, signature: Signature | None, problem: Exception | None) -> tuple[bytes, list[Signature], int]:
+        """The key under which the signatures of all stages are remembered, these, and the micro-batches per stage.
+
+        Raises:
+            The ``problem`` of this rank's call, or StageFailedError: that of another rank.
+        """
+        try:
+            key, signatures = exchange_signatures(self.context, self._signatures, signature, problem)
+        except Exception:
+            self._agree_on_micro_batches(0)
+            raise
+        # The same number on every stage, and no empty micro-batch if the batches are not empty.
+        wanted = -(-self.context.num_micro_batches // self.context.pipe_size)
+        per_stage = self._agree_on_micro_batches(max(1, min(wanted, *(s.batch for s in signatures))))
+        if not per_stage:
+            raise StageFailedError(
+                "another data-parallel or tensor-parallel rank's call of the pipeline has failed; see its error"
+            )
+        return key, signatures, per_stage
+
+    def _schedule(self, per_stage: int, has_tail: bool) -> Schedule:
+        """The schedule of a call with so many micro-batches per stage."""
+        sizes = self.context.pipe_size, per_stage * self.context.pipe_size, len(self._chunks)
+        schedule = make_schedule(self.tail_schedule, *sizes)
+        return schedule if has_tail else recompute(*sizes, schedule.v_shaped)
 
     def _agree_on_micro_batches(self, per_stage: int) -> int:
         """The number of micro-batches of each stage's batch: the smallest of the stage's ranks. 0: one has failed."""
@@ -178,6 +185,17 @@ class Pipeline:
         grads += tail.plain.values()
         run.arguments.values = []
         return _Loss.apply(run, tail, self._anchor, loss, grads, *wanted, *tail.plain)
+
+
+def _check_tail(return_hidden_states: bool) -> None:
+    """Raise ValueError if a tail cannot be part of a call."""
+    if return_hidden_states:
+        raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
+    if inside_checkpoint():
+        raise ValueError(
+            "a tail was passed inside of torch.utils.checkpoint, which would compute all of it a second time; call the "
+            "pipeline outside of it: it keeps little between forward and backward by itself"
+        )
 
 
 def _train(signatures: Sequence[Signature]) -> bool:
