@@ -221,43 +221,57 @@ def meet(
         now = time.monotonic()
         if now - looked > _PERIOD:
             looked = now
-            ended = [other for other, peer in _on_this_host(store, host).items() if peer.state() == "ended"]
-            if ended:
-                raise RuntimeError(
-                    f"{ranks_in_words(sorted(ended))} ended while rank {rank} waited for "
-                    f"{ranks_in_words(_missing(store, size))} to start"
-                )
+            _check_peers(store, host, rank, size)
         if now - begun > timeout:
             raise RuntimeError(
                 f"{ranks_in_words(_missing(store, size))} did not come to init_distributed() in {timeout:g} seconds"
             )
         if now - begun > _PATIENCE and not has_warned:
-            has_warned, absent = True, _missing(store, size)
-            if absent and rank == min(set(range(size)) - set(absent)):
-                _log.warning(
-                    "%s did not come to init_distributed() in %g seconds yet", ranks_in_words(absent), _PATIENCE
-                )
+            has_warned = True
+            _warn_of_missing(store, rank, size)
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
         tally.look()
     if start is not None:
         start.end()
     if not tally.agrees:
-        if rank == 0:
-            store.set("differs", _difference([json.loads(each) for each in _of_all(store, size)]))
-
-        def until() -> None:
-            if time.monotonic() - begun > timeout + _PATIENCE:
-                raise RuntimeError("ranks call init_distributed() with different arguments")
-
-        difference = read_soon(store, "differs", until)
-        store.add("read", 1)
-        # Rank 0 may keep the store, from which the others still read.
-        deadline = time.monotonic() + _READ_TIMEOUT
-        while rank == 0 and store.add("read", 0) < size and time.monotonic() < deadline:
-            time.sleep(_PAUSES[0])
-        raise ValueError(difference)
+        raise ValueError(_read_difference(store, rank, size, begun + timeout + _PATIENCE))
     return _on_this_host(store, host)
+
+
+def _check_peers(store: Any, host: str, rank: int, size: int) -> None:
+    """Raise RuntimeError if a process of this host that has come has ended."""
+    ended = [other for other, peer in _on_this_host(store, host).items() if peer.state() == "ended"]
+    if ended:
+        raise RuntimeError(
+            f"{ranks_in_words(sorted(ended))} ended while rank {rank} waited for "
+            f"{ranks_in_words(_missing(store, size))} to start"
+        )
+
+
+def _warn_of_missing(store: Any, rank: int, size: int) -> None:
+    """Warn, on the first rank that has come, of those that have not."""
+    absent = _missing(store, size)
+    if absent and rank == min(set(range(size)) - set(absent)):
+        _log.warning("%s did not come to init_distributed() in %g seconds yet", ranks_in_words(absent), _PATIENCE)
+
+
+def _read_difference(store: Any, rank: int, size: int, deadline: float) -> str:
+    """What differs between the ranks, in words, from rank 0. ``deadline``: on the clock ``time.monotonic``."""
+    if rank == 0:
+        store.set("differs", _difference([json.loads(each) for each in _of_all(store, size)]))
+
+    def until() -> None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("ranks call init_distributed() with different arguments")
+
+    difference = read_soon(store, "differs", until)
+    store.add("read", 1)
+    # Rank 0 may keep the store, from which the others still read.
+    last = time.monotonic() + _READ_TIMEOUT
+    while rank == 0 and store.add("read", 0) < size and time.monotonic() < last:
+        time.sleep(_PAUSES[0])
+    return difference
 
 
 def _missing(store: Any, size: int) -> list[int]:
