@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pipe_helpers import DTYPE, WIDTH, make_layers, rows_of
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from bmt_comm import ParallelContext, local_rows
 from bmt_pipe import PipelineTransformerBlockList
@@ -31,7 +31,7 @@ class PlainList(nn.ModuleList):
             output = layer(*hidden, *args, **kwargs)
             hidden = tuple(output[: self.num_hidden]) if isinstance(output, (tuple, list)) else (output,)
         if return_hidden_states:
-            return (*hidden, *(torch.stack(states) for states in zip(*inputs, strict=True)))
+            return (*hidden, *tree_map(lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *inputs))
         return hidden[0] if self.num_hidden == 1 else hidden
 
 

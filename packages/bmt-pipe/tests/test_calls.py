@@ -220,6 +220,11 @@ def test_several_hidden_states(ctx: ParallelContext) -> None:
             [hidden(ctx, 4, grad=grad), random(90, 4, 3, grad=not grad)],
             lambda f, x, s: f({"x": x, "sums": [s, None], "depth": r}, scale=0.5),
         )
+        nested.check(
+            "states of dictionaries",
+            [hidden(ctx, 4, grad=grad), random(90, 4, 3, grad=not grad)],
+            lambda f, x, s: f({"x": x, "sums": [s, None], "depth": r}, scale=0.5, return_hidden_states=True),
+        )
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)

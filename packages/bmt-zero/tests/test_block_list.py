@@ -72,6 +72,38 @@ def test_one_hidden_state_is_returned_by_itself(ctx):
     torch.testing.assert_close(states, torch.stack([x, plain[0](x), plain[:2](x)]))
 
 
+class OfDictionaries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, state):
+        return {"x": self.linear(state["x"]), "kept": [state["kept"][0] * 2, state["kept"][1]]}
+
+
+@pytest.mark.ranks(2)
+def test_hidden_states_in_containers_are_returned_in_containers(ctx):
+    torch.manual_seed(0)
+    plain = [OfDictionaries() for _ in range(3)]
+    blocks = TransformerBlockList([copy.deepcopy(layer) for layer in plain])
+    state = {"x": seeded(0, 3, 5), "kept": [seeded(1, 3), "name"]}
+    output, states = blocks(state, return_hidden_states=True)
+    before = [state]
+    for layer in plain:
+        before.append(layer(before[-1]))
+    torch.testing.assert_close(output["x"], before.pop()["x"])
+    torch.testing.assert_close(states["x"], torch.stack([each["x"] for each in before]))
+    torch.testing.assert_close(states["kept"][0], torch.stack([each["kept"][0] for each in before]))
+    assert states["kept"][1] == "name"
+
+    class Changes(OfDictionaries):
+        def forward(self, state):
+            return super().forward({"kept": [torch.zeros(3), None], **state}) | {"more": 1}
+
+    with pytest.raises(ValueError, match="layer 1 takes hidden states of the structure"):
+        TransformerBlockList([Changes(), Changes()])(state, return_hidden_states=True)
+
+
 @pytest.mark.ranks(1)
 def test_len_iter_getitem_and_names(ctx):
     first = Block(nn.Linear(2, 2))

@@ -170,11 +170,12 @@ class Pipeline:
             which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             wanted = [value for leaf, value in run.arguments.own if leaf.requires_grad]
             tensors = [leaves[n] for n in which]
-            *attached, link = _Outputs.apply(run, len(outputs), self._anchor, tensors, *wanted)
+            num_outputs = sum(isinstance(leaf, Tensor) for leaf in outputs)
+            *attached, link = _Outputs.apply(run, num_outputs, self._anchor, tensors, *wanted)
             link_pipeline_call(run.recording.number, link)
             for n, tensor in zip(which, attached, strict=True):
                 leaves[n] = tensor
-        return (*run.filled(leaves[: len(outputs)]), *leaves[len(outputs) :])
+        return run.filled(leaves[: len(outputs)], leaves[len(outputs) :])
 
     def _loss(self, run: Run, tail: Tail) -> Tensor:
         loss, grads = run.forward_and_backward()

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_structure, tree_unflatten
 
 from bmt_comm import ParallelContext, note_place, without_autocast
 from bmt_zero.backward_context import BackwardPart, outside_backward, step_context
+from bmt_zero.block_list import stack_hidden_states
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.hooks import Call
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
@@ -105,13 +106,15 @@ class Run:
         self._saved: Form  # of what autograd saves
         self._channels: Channels
         self._pass: Pass
+        self._stacks: TreeSpec  # of the intermediate hidden states
 
     # --- passes -----------------------------------------------------------------------------------
 
     def forward(self) -> tuple[list[Any], list[Any]]:
         """All forwards, for a loss that is computed outside the pipeline.
 
-        Returns the leaves of this rank's output, and the intermediate hidden states, stacked, where they are wanted.
+        Returns the leaves of this rank's output, and those of the intermediate hidden states, stacked, where they are
+        wanted.
         """
         self.arguments.exchange()
         for group in self._groups:
@@ -120,13 +123,14 @@ class Run:
 
         def concatenated(results: dict[Message, list[Tensor]]) -> tuple[list[Any], list[Any]]:
             own: list[list[Any]] = []
-            stacks: list[list[Tensor]] = []
+            stacks: list[list[Any]] = []
             for i in self._pass.own(self.stage):
                 outputs = [message for _, message in self._pass.results(self.stage) if message.micro_batch == i]
                 *places, hidden = [self.plan.forms[message].fill(results[message]) for message in outputs]
                 own.append(tree_leaves(hidden))
-                layers = [inputs for of_place in places for inputs in of_place]
-                stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
+                stacked = stack_hidden_states([inputs for of_place in places for inputs in of_place])
+                self._stacks = tree_structure(stacked)
+                stacks.append(tree_leaves(stacked))
             return [_concatenated(leaf, 0) for leaf in zip(*own)], [_concatenated(leaf, 1) for leaf in zip(*stacks)]
 
         outputs = self._run_pass(concatenated)
@@ -134,10 +138,10 @@ class Run:
             self._release()
         return outputs
 
-    def filled(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The hidden states with these leaves, in the containers that the last layer returned."""
+    def filled(self, outputs: Sequence[Any], intermediates: Sequence[Any]) -> tuple[Any, ...]:
+        """The hidden states, then the intermediate ones, with these leaves, in the containers of the layers."""
         form = self.plan.forms[Message("hidden", self.stage, self.plan.schedule.last + 1)]
-        return tree_unflatten(leaves, tree_structure(form.tree))
+        return (*tree_unflatten(outputs, tree_structure(form.tree)), *tree_unflatten(intermediates, self._stacks))
 
     def backward(
         self,

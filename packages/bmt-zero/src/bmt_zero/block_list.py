@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .block import Block
 from .hooks import link
@@ -17,6 +18,32 @@ from .state import load_state_dict
 def link_blocks(blocks: Iterable[nn.Module]) -> None:
     """Let sharded modules prefetch each other, in this order in forward."""
     link([sharding.hooks for block in dict.fromkeys(blocks) if (sharding := sharding_of(block)) is not None])
+
+
+def stack_hidden_states(inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The hidden states that layers have taken, stacked: tensors of shape (layers, *hidden).
+
+    Args:
+        inputs: of each layer. Hidden states may be containers of tensors; what is no tensor in them is the first
+            layer's in the result.
+
+    Raises:
+        ValueError: the containers of two layers differ.
+    """
+    if not inputs:
+        return ()
+    flat = [tree_flatten(of_layer) for of_layer in inputs]
+    structure = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"return_hidden_states=True: layer {number} takes hidden states of the structure {other}, and layer 0 "
+                f"of {structure}; let all layers take and return the same containers"
+            )
+    by_leaf = zip(*(leaves for leaves, _ in flat))
+    stacked = [torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in by_leaf]
+    result: tuple[Any, ...] = tree_unflatten(stacked, structure)
+    return result
 
 
 class TransformerBlockList(nn.Module):
@@ -62,7 +89,7 @@ class TransformerBlockList(nn.Module):
         states, and then for each of them the inputs of all layers, of shape (layers, *hidden).
         """
         hidden, others = args[: self.num_hidden], args[self.num_hidden :]
-        inputs: list[tuple[Tensor, ...]] = []
+        inputs: list[tuple[Any, ...]] = []
         output: Any = hidden if self.num_hidden > 1 else (hidden[0] if hidden else None)
         for block in self:
             if return_hidden_states:
@@ -73,5 +100,4 @@ class TransformerBlockList(nn.Module):
                 raise ValueError(f"a Block returned {len(hidden)} hidden states, and num_hidden={self.num_hidden}")
         if not return_hidden_states:
             return hidden[0] if self.num_hidden == 1 else hidden
-        stacked = tuple(torch.stack(layer_inputs) for layer_inputs in zip(*inputs, strict=True))
-        return (*hidden, *stacked)
+        return (*hidden, *stack_hidden_states(inputs))
