@@ -197,9 +197,9 @@ def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [
-        ("Adam", "betas", r"group 0 has no options \['betas'\] any more"),
-        ("Muon", "parts", r"group 0 has no options \['parts'\] any more"),
-        ("GaLoreAdamW", "update_proj_gap", r"group 0 has no options \['update_proj_gap'\] any more"),
+        ("Adam", "betas", r"group 0 has no options \['betas'\] "),
+        ("Muon", "parts", r"group 0 has no options \['parts'\] "),
+        ("GaLoreAdamW", "update_proj_gap", r"group 0 has no options \['update_proj_gap'\] "),
         ("GaLoreAdamW", "rank", "'rank' was removed after the first step and asks for another"),
     ],
 )

@@ -27,7 +27,7 @@ class PlainList(nn.ModuleList):
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
         inputs = []
         for layer in self:
-            inputs.append(hidden)
+            inputs.append(tree_map(lambda x: x, hidden))  # a layer may write into a container
             output = layer(*hidden, *args, **kwargs)
             hidden = tuple(output[: self.num_hidden]) if isinstance(output, (tuple, list)) else (output,)
         if return_hidden_states:

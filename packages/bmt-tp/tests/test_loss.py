@@ -127,6 +127,16 @@ def test_a_target_outside_of_the_vocabulary_is_named(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
+def test_ranks_with_different_numbers_of_classes_are_named(ctx):
+    columns, target = 13 - ctx.tp_rank, torch.tensor([0, 1])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"same number of classes: .*13 on each rank.*12 on each rank.*pad the"):
+            vocab_parallel_cross_entropy(torch.zeros(2, columns), target)
+        with pytest.raises(ValueError, match="same number of classes"):
+            vocab_parallel_linear_cross_entropy(torch.zeros(2, HIDDEN), torch.zeros(columns, HIDDEN), target)
+
+
+@pytest.mark.ranks(2, tp_size=2)
 def test_targets_in_another_order_of_dimensions_are_refused(ctx):
     with pytest.raises(ValueError, match=r"target has shape \(3, 2\); .* it must be \(2, 3\)"):
         vocab_parallel_cross_entropy(torch.zeros(2, 3, VOCAB // 2), torch.zeros(3, 2, dtype=torch.long))

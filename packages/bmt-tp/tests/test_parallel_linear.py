@@ -382,3 +382,18 @@ def test_an_input_that_was_not_gathered_is_not_taken_for_parts_of_one_before(ctx
     gathers, up = ColumnParallelLinear(6, 8), ColumnParallelLinear(6, 8, gather_input=False)
     gathers(torch.randn(2, 4, 6))
     assert RowParallelLinear(8, 6)(up(torch.randn(4, 4, 6))).shape == (4, 2, 6)
+
+
+@pytest.mark.ranks(1, 2, init=False)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_raise_where_they_would_be_lost(frozen):
+    """A constant gradient arrives, but the layers' own gradients depend on their weights."""
+    start()
+    model = nn.Sequential(ColumnParallelLinear(4, 8), RowParallelLinear(8, 4)).requires_grad_(not frozen)
+    x = torch.ones(3, 4, requires_grad=True)
+    [grad] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert grad.requires_grad is not frozen
+    if not frozen:
+        with pytest.raises(RuntimeError, match="a tensor-parallel linear layer can be differentiated only once"):
+            grad.square().sum().backward()
+    model(x).square().sum().backward(create_graph=False)

@@ -103,6 +103,32 @@ def test_hidden_states_in_containers_are_returned_in_containers(ctx):
     with pytest.raises(ValueError, match="layer 1 takes hidden states of the structure"):
         TransformerBlockList([Changes(), Changes()])(state, return_hidden_states=True)
 
+    class Fills(OfDictionaries):
+        def forward(self, state):
+            state["kept"][1] = torch.zeros(3)
+            return state
+
+    with pytest.raises(ValueError, match="layer 1 takes a Tensor where layer 0 takes a str"):
+        TransformerBlockList([Fills(), Fills()])(state, return_hidden_states=True)
+
+
+class Writes(OfDictionaries):
+    def forward(self, state):
+        state["x"] = self.linear(state["x"])
+        return state
+
+
+@pytest.mark.ranks(2)
+def test_layers_may_write_into_the_containers_of_hidden_states(ctx):
+    torch.manual_seed(0)
+    plain = [Writes() for _ in range(3)]
+    blocks = TransformerBlockList([copy.deepcopy(layer) for layer in plain])
+    _, states = blocks({"x": seeded(0, 3, 5)}, return_hidden_states=True)
+    before = [seeded(0, 3, 5)]
+    for layer in plain[:2]:
+        before.append(layer.linear(before[-1]))
+    torch.testing.assert_close(states["x"], torch.stack(before))
+
 
 @pytest.mark.ranks(1)
 def test_len_iter_getitem_and_names(ctx):

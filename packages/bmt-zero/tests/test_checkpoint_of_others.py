@@ -151,10 +151,63 @@ def test_elements_that_share_memory_are_refused(ctx: ParallelContext, tmp_path: 
 
 
 @pytest.mark.ranks(2)
-def test_states_that_are_made_in_inference_mode_can_be_stepped(ctx: ParallelContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_what_load_replaces_may_share_elements(ctx: ParallelContext, tmp_path: Path, name: str) -> None:
+    def made(device: str) -> nn.Module:
+        model = nn.Linear(3, 3, device=device)
+        model.register_buffer("rows", torch.ones(1, 3, device=device).expand(2, 3))
+        return model
+
+    model, other = made("cpu"), made("meta")
+    bmt_zero.save(model, tmp_path / name)
+    with torch.inference_mode():
+        bmt_zero.load(other, tmp_path / name)
+    assert all(value.equal(model.state_dict()[key]) for key, value in other.state_dict().items())
+    other(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+@pytest.mark.ranks(2)
+def test_a_reserved_name_is_told_and_the_checkpointer_goes_on(ctx: ParallelContext, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("__metadata__", torch.ones(1))
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model)
+        with pytest.raises(SaveError, match="no tensors of the name '__metadata__'"):
+            checkpointer.wait()
+        checkpointer.save(2, model=nn.Linear(3, 3))
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+
+
+@pytest.mark.ranks(2)
+def test_gradients_stay_off_while_objects_are_loaded(ctx: ParallelContext, tmp_path: Path) -> None:
+    class Average:
+        def __init__(self) -> None:
+            self.value = nn.Parameter(torch.ones(2))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value.detach()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value.copy_(state["value"])
+
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, average=Average())
+        for mode in (torch.no_grad, torch.inference_mode):
+            average = Average()
+            with mode():
+                average.value.zero_()
+                checkpointer.load(1, average=average)
+            assert average.value.tolist() == [1, 1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_states_that_are_made_in_inference_mode_can_be_stepped(ctx: ParallelContext, tmp_path: Path, kind: Any) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = bmt_zero.shard(nn.Linear(3, 3))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, kind(model.parameters(), lr=0.1)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(2, 3)).sum().backward()

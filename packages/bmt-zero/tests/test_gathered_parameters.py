@@ -87,6 +87,30 @@ def test_writes_are_kept(ctx: ParallelContext, level: int) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_modules_that_are_made_within_do_not_make_copies_new(ctx: ParallelContext) -> None:
+    """A wrapped model looks for added parameters when modules were registered, as a slice of a ModuleList does."""
+
+    class Slices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    plain = Slices()
+    model, x = BMTrainModelWrapper(copy.deepcopy(plain)), seeded(1, 3, 4)
+    with gathered(model), torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    model.extra = nn.Parameter(torch.ones(3))
+    model(x).sum().backward()  # and finds what was added, afterwards
+    assert isinstance(model.extra, ShardedParameter)
+
+
+@pytest.mark.ranks(2)
 def test_a_part_of_a_block_and_a_parameter_alone(ctx: ParallelContext) -> None:
     torch.manual_seed(0)
     plain = Layer()

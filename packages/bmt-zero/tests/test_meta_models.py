@@ -134,8 +134,11 @@ def test_values_that_a_script_has_written_are_saved(ctx: Any, tmp_path: Path) ->
     with torch.no_grad():
         if ctx.rank == 0:
             model.weight.fill_(2)
+        with pytest.raises(RuntimeError, match=r"nothing has filled them: \['weight', 'bias'\]"):
+            model(torch.ones(1, 5))  # on both ranks, though one has written its rows
+        model.weight.fill_(2)
         with pytest.raises(RuntimeError, match=r"nothing has filled them: \['bias'\]"):
-            model(torch.ones(1, 5))  # on both ranks, though only one has written
+            model(torch.ones(1, 5))
         for param in model.parameters():
             param.fill_(2)
     checkpointer.save(1, model=model)

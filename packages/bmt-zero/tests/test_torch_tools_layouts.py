@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn.utils import (
     get_total_norm,
     parameters_to_vector,
     parametrizations,
+    parametrize,
     prune,
     vector_to_parameters,
     weight_norm,
@@ -22,7 +23,7 @@ from torch.nn.utils import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bmt_comm import Communicator
-from bmt_zero import gathered_parameters
+from bmt_zero import BMTrainModelWrapper, gathered_parameters, shard
 
 LAYOUTS = [0, 1, 2, 3, "hybrid"]
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"]
@@ -50,6 +51,10 @@ def backward(ctx, plain: nn.Module, block: nn.Module, seed: int = 0, factor: flo
     ((plain(batch) - targets).square().sum() * factor).backward()
     batch, targets = (x.chunk(ctx.world_size)[ctx.rank] for x in (batch, targets))
     ((block(batch) - targets).square().sum() * factor).backward()
+
+
+def full(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
 def assert_same(block: nn.Module, plain: nn.Module) -> None:
@@ -196,17 +201,131 @@ def test_weight_normalisation_comes_before_sharding(ctx, layout):
             tool(block[1])
 
 
+PRUNING = {
+    "ln": lambda module: prune.ln_structured(module, "weight", 0.5, n=2, dim=1),
+    "random_structured": lambda module: prune.random_structured(module, "weight", 0.5, dim=0),
+    "l1": lambda module: prune.l1_unstructured(module, "weight", 0.4),
+    "scores": lambda module: prune.l1_unstructured(module, "weight", 0.4, importance_scores=seeded(3, 7, 5)),
+    "mask": lambda module: prune.custom_from_mask(module, "weight", torch.arange(35).view(7, 5) % 3 > 0),
+    "global": lambda module: prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.4),
+}
+
+
 @pytest.mark.ranks(2)
-def test_structured_pruning_counts_channels_of_unsharded_parameters(ctx):
+def test_pruning_reads_unsharded_parameters(ctx):
     plain, block = make_pair(ctx, 3)
-    for tool in (partial(prune.ln_structured, n=2, dim=1), partial(prune.random_structured, dim=0)):
-        with pytest.raises(TypeError, match=r"structured pruning of .* would take .* in gathered_parameters\(\)"):
-            tool(block[0], "weight", 0.5)
+    before = list(block.state_dict())
+    for tool in PRUNING.values():
+        with pytest.raises(TypeError, match=r"pruning of .* would take .* in gathered_parameters\(\)"):
+            tool(block[0])
+        assert list(block.state_dict()) == before
+    replicas = make_pair(ctx, 0)
+    for name, tool in PRUNING.items():
+        for model in replicas:
+            torch.manual_seed(1)
+            tool(model[0])
+        backward(ctx, *replicas)
+        assert list(replicas[1].state_dict()) == list(replicas[0].state_dict()), name
+        for param, wanted in zip(replicas[1].parameters(), replicas[0].parameters(), strict=True):
+            torch.testing.assert_close(full(param.grad), wanted.grad, msg=name)
+        for model in replicas:
+            prune.remove(model[0], "weight")
+            model.zero_grad()
     with gathered_parameters(block):
         for model in (plain, block):
             prune.remove(prune.ln_structured(model[0], "weight", 0.5, n=2, dim=0), "weight")
     backward(ctx, plain, block)
     assert_same(block, plain)
+
+
+class Doubles(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [0, 1, 2, 3])
+def test_a_parametrization_after_sharding(ctx, layout):
+    plain, block = make_pair(ctx, layout)
+    if layout > 0:
+        for index in (0, 2):  # one is on both ranks, and one on one rank
+            with pytest.raises(TypeError, match=r"a parametrization of .* would take .* or pass unsafe=True"):
+                parametrize.register_parametrization(block[index], "weight", Doubles())
+    for model in (plain, block):
+        parametrize.register_parametrization(model[0], "weight", Doubles(), unsafe=layout > 0)
+    for seed in range(2):
+        backward(ctx, plain, block, seed)
+        assert list(block.state_dict()) == list(plain.state_dict())
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    assert wanted.keys() == dict(block.named_parameters()).keys()
+    for name, param in block.named_parameters():
+        torch.testing.assert_close(full(param.grad), wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [0, 3])
+def test_hooks_that_autograd_would_not_call_are_refused(ctx, layout):
+    _, block = make_pair(ctx, layout)
+    with pytest.raises(TypeError, match=r"register_multi_grad_hook of .* register_post_accumulate_grad_hook"):
+        torch.autograd.graph.register_multi_grad_hook(list(block.parameters()), lambda grads: None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+@pytest.mark.parametrize("write", ["step", "one row", "embedding"])
+def test_writes_between_forward_and_backward_are_noticed_as_in_plain_pytorch(ctx, layout, write):
+    """Where autograd has saved the parameter, and only there."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.first, self.last = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, ids):
+            return self.last(self.first(self.embedding(ids)).tanh())
+
+    plain, block = pair(Layers, zero_level=layout, use_checkpoint=False)
+    ids = torch.arange(4).chunk(2)[ctx.rank]
+    for model in (plain, block):
+        loss, later = model(ids).sum(), model(ids).square().sum()
+        loss.backward()
+        with torch.no_grad():
+            if write == "step":
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            elif write == "one row":
+                model.last.weight[0] += 1
+            else:
+                model.embedding.weight[2] = 0
+        raises = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with nullcontext() if write == "embedding" else raises:
+            later.backward()
+        model.zero_grad()
+        model(ids).sum().backward()  # goes on
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_a_layer_that_was_frozen_since_the_forward_gets_no_gradient(ctx, layout):
+    plain, block = make_pair(ctx, layout)
+    for model in (plain, block):
+        loss = model(seeded(0, 4, 5).double().chunk(2)[ctx.rank] if model is block else seeded(0, 4, 5).double()).sum()
+        model[0].requires_grad_(False)
+        loss.backward()
+    for name, param in block.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert (param.grad is None) == (wanted is None) == name.startswith("0.")
+        if wanted is not None:
+            torch.testing.assert_close(full(param.grad), wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(1)
+def test_modules_of_torch_jit_are_named(ctx):
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    for tool in (shard, BMTrainModelWrapper):
+        with pytest.raises(ValueError, match=r"1 was compiled by torch.jit and cannot be sharded"):
+            tool(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 @pytest.mark.ranks(4)

@@ -42,6 +42,7 @@ from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .row_reductions import reduce_over
+from .second_derivatives import differentiable_once
 from .sharded_gradient import (
     ShardedGradient,
     gradient_of,
@@ -119,6 +120,7 @@ __all__ = [
     "config",
     "context_or_none",
     "current_context",
+    "differentiable_once",
     "dtensor_like",
     "expected_scale",
     "forget_scale",

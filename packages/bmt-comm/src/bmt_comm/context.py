@@ -220,7 +220,7 @@ def init_distributed(
     chosen = choose_device(device, launch.local_rank, backend, launch.adopts)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if backend is None and not launch.adopts:
+    if not backend and not launch.adopts:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
     meeting = launch.join(settings.timeout)
     begin_agreements(dist.PrefixStore("agree", meeting.store), settings.agreement_timeout)

@@ -78,7 +78,7 @@ class Meeting:
         store: for this start of the job only. torchrun's store outlives a process group, and still has the addresses of
             the previous one.
         rank, size: of this process, and of the job.
-        start: what has named ``store``; ``None`` for a job of one process.
+        start: what has named ``store``; ``None`` without a launcher and an ``init_method``.
     """
 
     def __init__(self, store: Any, rank: int, size: int, start: Start | None) -> None:

@@ -126,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
+        self._options = frozenset(defaults)  # that all groups have
         # By parameter, the layout of its state, and the options that it was made with.
         self._layouts: dict[Tensor, tuple[dict[str, StateTensor], dict[str, Any]]] = {}
         given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a tensor with a message
@@ -140,6 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self.settle_step()
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
+        mine["_options"] = self._options
         return {**super().__getstate__(), **mine, "_layouts": self._current_layouts()}
 
     settle_step: Callable[[], Any] = staticmethod(lambda: None)
@@ -272,9 +274,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for number, group in enumerate(self.param_groups):
-            # torch gives copies of an optimizer the default "differentiable".
-            if missing := {**self.defaults, **self.extra_defaults(group)}.keys() - group.keys() - {"differentiable"}:
-                raise ValueError(f"parameter group {number} has no options {sorted(missing)} any more; set them again")
+            if missing := (self._options | self.extra_defaults(group).keys()) - group.keys():
+                raise ValueError(f"parameter group {number} has no options {sorted(missing)}; set them")
             self.check_options(group)
         entries, together, alone = self._rules(float(scale), grad_factor, found_inf)
 
@@ -593,10 +594,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 entry: dict[str, Any] = {"step": 0}
                 if self.layout_options:
                     self._layouts[param] = self.state_layout(where.shape, group), self._options_of_layout(group)
-                for key, tensor in self._layout(param, group).items():
-                    entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
-                    if key == "master":
-                        entry[key].copy_(local)
+                with torch.inference_mode(False), torch.no_grad():  # it is stepped outside of that mode, too
+                    for key, tensor in self._layout(param, group).items():
+                        entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
+                        if key == "master":
+                            entry[key].copy_(local)
                 self.state[param] = entry
 
     def _has_master(self, param: Tensor) -> bool:

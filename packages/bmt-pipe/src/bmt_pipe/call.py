@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from bmt_comm import ParallelContext, inside_checkpoint, not_compiled
+from bmt_comm import ParallelContext, differentiable_once, inside_checkpoint, not_compiled
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.written_buffers import WrittenBuffers
 
@@ -222,7 +221,7 @@ class _Outputs(torch.autograd.Function):
         return *results, link
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a pipeline", always=True)
     def backward(ctx: Any, *all_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ()
         problem: Exception | None = None
@@ -249,7 +248,7 @@ class _Loss(torch.autograd.Function):
         return loss.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a pipeline", always=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")

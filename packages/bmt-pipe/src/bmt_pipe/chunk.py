@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_zero.activation_checkpoint import CheckpointedForward
+from bmt_zero.block_list import copy_containers
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.shard import groups_of, sharding_of
 
@@ -39,7 +40,7 @@ def run_layers(
     count = len(hidden)
     intermediates = []
     for block in blocks:
-        intermediates.append(hidden)
+        intermediates.append(copy_containers(hidden))
         output = block(*hidden, *args, **kwargs)
         hidden = tuple(output[:count]) if isinstance(output, (tuple, list)) else (output,)
         if len(hidden) < count:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from torch import Tensor
 
-from bmt_comm import Communicator, not_compiled
+from bmt_comm import Communicator, DisagreementError, check_agreement, not_compiled
 from bmt_kernels import parallel_cross_entropy, parallel_linear_cross_entropy
 
 from .parameters import unsharded
@@ -40,7 +42,8 @@ def vocab_parallel_cross_entropy(
         loss.
 
     Raises:
-        ValueError: ``target`` does not have the leading shape of ``logits``.
+        ValueError: ``target`` does not have the leading shape of ``logits``; or, on every rank, ranks have different
+            numbers of classes.
         TypeError, ValueError, IndexError: as ``bmt_kernels.cross_entropy`` does.
     """
     comm = tensor_comm(comm)
@@ -50,6 +53,7 @@ def vocab_parallel_cross_entropy(
             f"{tuple(logits.shape[:-1])}"
         )
     columns = logits.shape[-1]
+    _check_columns(columns, comm)
     loss = parallel_cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 1 else logits[None],
         target.reshape(-1),
@@ -98,10 +102,12 @@ def vocab_parallel_linear_cross_entropy(
         loss.
 
     Raises:
+        ValueError: on every rank: ranks have different numbers of classes.
         TypeError, ValueError, IndexError: as ``bmt_kernels.linear_cross_entropy`` does.
     """
     comm = tensor_comm(comm)
     weight, bias = unsharded(weight), unsharded(bias)
+    _check_columns(len(weight), comm)
     if gather_input:
         hidden = gather_along(hidden, sequence_dim, comm, partial_grad=True)
     else:
@@ -120,3 +126,24 @@ def vocab_parallel_linear_cross_entropy(
         label_smoothing=label_smoothing,
         chunk_size=chunk_size,
     )
+
+
+_checked: WeakKeyDictionary[Communicator, set[int]] = WeakKeyDictionary()
+"""The numbers of classes of this rank for which all ranks are known to have as many."""
+
+
+def _check_columns(columns: int, comm: Communicator) -> None:
+    """Raise ValueError, on every rank, if ranks have different numbers of classes. Compares each number once."""
+    if comm.size == 1 or comm.is_planned:
+        return
+    known = _checked.setdefault(comm, set())
+    if columns in known:
+        return
+    try:
+        check_agreement(comm, "the classes of a vocabulary-parallel cross entropy", [f"{columns} on each rank"])
+    except DisagreementError as error:
+        raise ValueError(
+            f"the tensor-parallel ranks must have the same number of classes: {error}; pad the vocabulary to a "
+            "multiple of the ranks"
+        ) from error
+    known.add(columns)

@@ -26,9 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from bmt_comm import Communicator, not_compiled
+from bmt_comm import Communicator, differentiable_once, not_compiled
 
 from .ops import as_rows, bias_gradient, check_shapes, needed_now, weight_gradient
 from .parameters import unsharded
@@ -293,7 +292,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a tensor-parallel linear layer")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: Communicator = ctx.comm
         x, *weights = ctx.saved_tensors
@@ -352,7 +351,7 @@ class _RowLinear(torch.autograd.Function):
         return y.data  # not a view of another tensor: models may modify it in place
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a tensor-parallel linear layer")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .block import Block
 from .hooks import link
@@ -20,6 +20,11 @@ def link_blocks(blocks: Iterable[nn.Module]) -> None:
     link([sharding.hooks for block in dict.fromkeys(blocks) if (sharding := sharding_of(block)) is not None])
 
 
+def copy_containers(hidden: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same tensors in new containers, because a layer may write into its containers."""
+    return tuple(x if isinstance(x, Tensor) else tree_map(lambda leaf: leaf, x) for x in hidden)
+
+
 def stack_hidden_states(inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """The hidden states that layers have taken, stacked: tensors of shape (layers, *hidden).
 
@@ -28,7 +33,7 @@ def stack_hidden_states(inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
             layer's in the result.
 
     Raises:
-        ValueError: the containers of two layers differ.
+        ValueError: the containers of two layers differ, or one has a tensor where another has none.
     """
     if not inputs:
         return ()
@@ -40,7 +45,15 @@ def stack_hidden_states(inputs: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
                 f"return_hidden_states=True: layer {number} takes hidden states of the structure {other}, and layer 0 "
                 f"of {structure}; let all layers take and return the same containers"
             )
-    by_leaf = zip(*(leaves for leaves, _ in flat))
+    by_leaf = list(zip(*(leaves for leaves, _ in flat)))
+    for leaves in by_leaf:
+        are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        if len(set(are_tensors)) > 1:
+            number = are_tensors.index(not are_tensors[0])
+            raise ValueError(
+                f"return_hidden_states=True: layer {number} takes a {type(leaves[number]).__name__} where layer 0 "
+                f"takes a {type(leaves[0]).__name__}; let all layers take and return tensors there"
+            )
     stacked = [torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in by_leaf]
     result: tuple[Any, ...] = tree_unflatten(stacked, structure)
     return result
@@ -86,14 +99,15 @@ class TransformerBlockList(nn.Module):
         """Run all Blocks.
 
         Returns the hidden states of the last Block's output. With ``return_hidden_states`` a tuple: these hidden
-        states, and then for each of them the inputs of all layers, of shape (layers, *hidden).
+        states, and then for each of them the inputs of all layers: tensors of shape (layers, *hidden), in the
+        containers of the hidden states.
         """
         hidden, others = args[: self.num_hidden], args[self.num_hidden :]
         inputs: list[tuple[Any, ...]] = []
         output: Any = hidden if self.num_hidden > 1 else (hidden[0] if hidden else None)
         for block in self:
             if return_hidden_states:
-                inputs.append(hidden)
+                inputs.append(copy_containers(hidden))
             output = block(*hidden, *others, **kwargs)
             hidden = tuple(output[: self.num_hidden]) if isinstance(output, (tuple, list)) else (output,)
             if len(hidden) < self.num_hidden:

@@ -246,6 +246,7 @@ class ParameterGroup:
         self._labelled_name = ""
         self.places = ("", "")  # of forward and backward, for messages about failures
         self._installed = False
+        self._installed_slots = self.slots  # those whose modules have them: see _check_places
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
         self.unfilled: list[ShardedParameter] = []
@@ -379,18 +380,17 @@ class ParameterGroup:
 
     def check_values(self) -> None:
         """Raise if nothing has filled parameters that were built on the meta device."""
-        waiting = [param for param in self.unfilled if param.awaits_values]
-        self.unfilled = []
-        if not waiting:
+        waiting, self.unfilled = self.unfilled, []
+        if not any(param.awaits_values for param in waiting):  # all ranks have loaded or initialised them
             return
-        # A write through .data does not count as one, but leaves values. Each rank has other rows, so ask all ranks.
-        facts = [[not param.is_unfilled, param.is_unfilled and bool(param.to_local().any())] for param in waiting]
+        # Each rank has written its own rows, so ask all ranks. A write through .data does not count as one, but leaves
+        # values.
+        rows = [param.to_local() if param.is_unfilled else None for param in waiting]
+        facts = [[x is not None and x.numel() > 0, x is not None and bool(x.any())] for x in rows]
         answers = torch.tensor(facts, dtype=torch.uint8, device=self.context.device)
         for comm in self.communicators:
             comm.all_reduce(answers, "max", label=f"whether {self.name} has values")
-        unfilled = [
-            (param, has_values) for param, (written, has_values) in zip(waiting, answers.tolist()) if not written
-        ]
+        unfilled = [(param, has_values) for param, (lacks, has_values) in zip(waiting, answers.tolist()) if lacks]
         if unfilled and not any(has_values for _, has_values in unfilled):
             self.unfilled = waiting
             paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p, _ in unfilled)]
@@ -444,18 +444,24 @@ class ParameterGroup:
         if first:
             self._check_places()
         self._installed = True
-        for slot in self.slots:
+        for slot in self._installed_slots:
             slot.module._parameters[slot.name] = tensors[slot.index]  # type: ignore[assignment]
         for module in self._recurrent:
             refresh_flat_weights(module)
         return first
 
     def _check_places(self) -> None:
-        """Raise if a module has another tensor in place of a sharded parameter: it would be ignored."""
+        """Find the slots that have their parameters. A parametrization, or torch's pruning, has moved the others.
+
+        Raises:
+            RuntimeError: a module has another tensor in place of a sharded parameter; it would be ignored.
+        """
+        self._installed_slots = self.slots
         for slot in self.slots:
             param, module = self.params[slot.index], slot.module
             if module._parameters.get(slot.name) is param:
                 continue
+            self._installed_slots = [each for each in self._installed_slots if each is not slot]
             if slot.name in module._parameters or all(p is not param for p in module.parameters()):  # parametrized
                 raise RuntimeError(
                     f"parameter {slot.path!r} of {self.name} was replaced by another tensor after it was sharded: copy "
@@ -467,7 +473,7 @@ class ParameterGroup:
         if not self._installed:
             return
         self._installed = False
-        for slot in self.slots:
+        for slot in self._installed_slots:
             parameters = slot.module._parameters
             if slot.name not in parameters:  # a parametrization was registered and removed, which sets the name again
                 slot.module._buffers.pop(slot.name, None)

@@ -217,6 +217,15 @@ def check_offload(offload: object) -> bool:
     return offload
 
 
+def check_not_scripted(path: str, module: nn.Module) -> None:
+    """Raise ValueError if ``torch.jit`` has compiled a module: it does not see unsharded parameters."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{path or 'the module'} was compiled by torch.jit and cannot be sharded; shard the module that it was "
+            "made of, and compile that with torch.compile"
+        )
+
+
 def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn.Parameter] = ()) -> list[Slot]:
     """The slots of a module and its submodules whose parameters are not sharded yet, except those in ``ignored``.
 
@@ -228,6 +237,7 @@ def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn
     sharded = {id(p) for sharding in inside for p in sharding.group.params} | {id(p) for p in ignored}
     for module_path, child in module.named_modules(remove_duplicate=False):  # a shared module has several names
         prefix = f"{module_path}." if module_path else ""
+        check_not_scripted(module_path, child)
         if context.world_size > 1 and getattr(child, "max_norm", None) is not None:
             raise ValueError(
                 f"{module_path or 'the module'}, a {type(child).__name__}, has max_norm={child.max_norm}: its forward "

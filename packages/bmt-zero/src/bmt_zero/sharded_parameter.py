@@ -33,12 +33,13 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -207,32 +208,78 @@ _NO_RESULT = object()
 
 def _refuse_tool(caller: FrameType, args: tuple[Any, ...]) -> None:
     """Raise TypeError if ``caller`` is a tool of torch that would take this rank's rows for the parameter."""
-    tool = _TOOLS.get(caller.f_code.co_name)
-    if tool is None or tool[0] is not caller.f_code or not args or not isinstance(args[0], ShardedParameter):
+    tools = _TOOLS.get(caller.f_code.co_name, ())
+    param = args[0] if tools and args else None
+    if not isinstance(param, ShardedParameter):
         return
-    (code, what, cure), (param, *_) = tool, args
-    is_shard, is_replica = bool(param.bmt_slice.communicators), bool(param.handle.group.communicators)
-    if is_shard or (is_replica and code is not _STRUCTURED_PRUNING) or code is _NEW_PARAMETER:
-        raise TypeError(
-            f"{what} of a sharded parameter of shape {param.bmt_slice.shape} would take this rank's rows "
-            f"for the parameter: {cure}"
-        )
+    for tool in tools:
+        if tool.code is caller.f_code and tool.refuses(param, caller):
+            raise TypeError(
+                f"{tool.what} of a sharded parameter of shape {param.bmt_slice.shape} would {tool.result}: {tool.cure}"
+            )
 
 
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
-_STRUCTURED_PRUNING = prune._validate_structured_pruning.__code__
+class _Tool(NamedTuple):
+    """A function of torch that would give a wrong result."""
+
+    code: CodeType  # of the function that reads the parameter first
+    refuses: Callable[[ShardedParameter, FrameType], bool]  # whether the result would be wrong, in this frame of it
+    what: str
+    cure: str
+    result: str = "take this rank's rows for the parameter"
+
+
+def _is_shard(param: ShardedParameter, _frame: object = None) -> bool:
+    return bool(param.bmt_slice.communicators)
+
+
+def _is_shared(param: ShardedParameter, _frame: object) -> bool:
+    return _is_shard(param) or bool(param.handle.group.communicators)
+
+
+def _called_by(code: CodeType, frame: FrameType) -> bool:
+    return frame.f_back is not None and frame.f_back.f_code is code
+
+
+_PRUNE = inspect.unwrap(prune.BasePruningMethod.apply).__code__
+_MULTI_GRAD_HOOK = torch.autograd.graph.register_multi_grad_hook.__code__
 _BEFORE = "apply it to a layer of torch.nn, and shard the model then"
-_REFUSED = [
-    (_NEW_PARAMETER, "a torch.nn.Parameter (weight_norm makes one, too)", f"give it full_tensor(); {_BEFORE}"),
-    (inspect.unwrap(WeightNorm.apply).__code__, "weight_norm", _BEFORE),
-    (
-        _STRUCTURED_PRUNING,
-        "structured pruning",
-        "prune the model before it is sharded or, if the layer is not tensor-parallel, in gathered_parameters()",
+_BEFORE_OR_GATHERED = (
+    "prune the model before it is sharded or, if the layer is not tensor-parallel, in gathered_parameters()"
+)
+_ALL_TOOLS = [
+    _Tool(
+        nn.Parameter.__new__.__code__,
+        lambda _param, _frame: True,
+        "a torch.nn.Parameter (weight_norm makes one, too)",
+        f"give it full_tensor(); {_BEFORE}",
+    ),
+    _Tool(inspect.unwrap(WeightNorm.apply).__code__, _is_shared, "weight_norm", _BEFORE),
+    _Tool(_PRUNE, _is_shard, "pruning", _BEFORE_OR_GATHERED),  # with scores that are given
+    _Tool(  # without; before the module is changed
+        nn.Module.register_parameter.__code__,
+        lambda param, frame: _called_by(_PRUNE, frame) and _is_shard(param),
+        "pruning",
+        _BEFORE_OR_GATHERED,
+    ),
+    _Tool(
+        ParametrizationList.__init__.__code__,
+        lambda param, frame: _is_shard(param) and not frame.f_locals["unsafe"],
+        "a parametrization",
+        f"{_BEFORE}, or pass unsafe=True",
+    ),
+    _Tool(
+        torch.autograd.graph._get_grad_fn_or_grad_acc.__code__,
+        lambda _param, frame: _called_by(_MULTI_GRAD_HOOK, frame),
+        "register_multi_grad_hook",
+        "register a hook of each parameter, by register_hook or register_post_accumulate_grad_hook",
+        "wait for autograd, which does not reach the parameter",
     ),
 ]
-# By name, because each operation on a parameter looks here, and code objects take long to hash.
-_TOOLS = {code.co_name: (code, what, cure) for code, what, cure in _REFUSED}
+_TOOLS: dict[str, list[_Tool]] = {}
+"""By name, because each operation on a parameter looks here, and code objects take long to hash."""
+for _tool in _ALL_TOOLS:
+    _TOOLS.setdefault(_tool.code.co_name, []).append(_tool)
 
 
 def _result_or_operands(

@@ -34,6 +34,7 @@ from .shard import (
     agreed,
     build_group,
     check_level,
+    check_not_scripted,
     check_offload,
     check_parameter,
     find_slots,
@@ -96,6 +97,8 @@ def BMTrainModelWrapper(
         return model
     level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
     check_offload(offload)
+    for path, module in model.named_modules():
+        check_not_scripted(path, module)
     layers = find_layers(model)
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
@@ -180,6 +183,8 @@ class _Wrapped(WrapperHook):
         """
         if self.seen == registrations.count:
             return []
+        if any(p.handle.group.replaced for p in self.params if isinstance(p, ShardedParameter)):
+            return []  # gathered_parameters has set unsharded copies, which are not new; look later
         slots, count = list(_added(model)), len(self.hooks.get(model, ()))
         if slots:
             present = {id(p) for p in model.parameters()}

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bmt_comm import before_shutdown, note_place
@@ -345,13 +344,12 @@ class Checkpointer:
         path = self.directory / step_name(step)
         loading = Loading(path, step, self._comm.rank, self._comm.size)
         try:
-            with torch.inference_mode(False):  # states that are made here are written later
-                self._together(lambda: loading.prepare(Objects(objects, loading=True)))
-                self._together(loading.prepare_optimizers)
-                everyone = self._comm.all_gather_json(loading.names())
-                self._together(lambda: loading.check(everyone))
-                self._together(loading.read)
-                self._together(loading.commit)
+            self._together(lambda: loading.prepare(Objects(objects, loading=True)))
+            self._together(loading.prepare_optimizers)
+            everyone = self._comm.all_gather_json(loading.names())
+            self._together(lambda: loading.check(everyone))
+            self._together(loading.read)
+            self._together(loading.commit)
         except DamagedError:
             self._damaged.add(step)
             raise

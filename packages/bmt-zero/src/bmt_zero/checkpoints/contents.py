@@ -70,18 +70,17 @@ def require_memory(contents: Iterable[Content]) -> None:
     for content in contents:
         if content.tensor.is_meta:
             raise without_memory(content.entry.name)
+        if content.tensor.numel() and not content.tensor.data_ptr():
+            raise ValueError(
+                f"{content.entry.name!r} is a {type(content.tensor).__name__} made of other tensors, which cannot be "
+                "written into; load before it is converted. Nothing was loaded"
+            )
         check_writable(content.entry.name, content.tensor)
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a tensor is made of other tensors, or has elements that share memory. It may be on the meta
-    device."""
-    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
-        raise ValueError(
-            f"{name!r} is a {type(tensor).__name__} made of other tensors, which cannot be written into; load before "
-            "it is converted. Nothing was loaded"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+    """Raise ValueError if elements of a tensor share memory. Tensors on the meta device are replaced before."""
+    if not tensor.is_meta and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
         raise ValueError(
             f"elements of {name!r} share memory, as after expand(), and cannot be written one by one; clone it before "
             "it becomes part of the model. Nothing was loaded"
@@ -212,6 +211,8 @@ def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
     ]
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -> None:
     """Let an optimizer use the values that were written into its records and into the state that was made for it.
 
@@ -233,6 +234,8 @@ def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -
                 optimizer.state[param]["step"] = step.to(param.device, torch.float32)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> State:
     """Allocate the saved state for one of torch's optimizers, which would allocate it in its first step.
 

@@ -113,11 +113,13 @@ def run_job(job: Job, target: SaveTarget, comm: StoreCommunicator) -> None:
     """
     _agree(job, comm)
     holdings = _Holdings(comm.all_gather(_described_tensors(job)))
-    files = [
-        layout for section in SECTIONS for layout in lay_out(section, holdings.entries(section), target.max_file_size)
-    ]
-    space = AddressSpace(files)
     try:
+        files = [
+            layout
+            for section in SECTIONS
+            for layout in lay_out(section, holdings.entries(section), target.max_file_size)
+        ]
+        space = AddressSpace(files)
         plan = holdings.plan(space, comm.rank)
     except ValueError as error:  # the same on every rank
         raise SaveError(f"the checkpoint of step {job.step} was not written: {error}") from None

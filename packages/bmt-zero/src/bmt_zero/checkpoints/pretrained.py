@@ -316,8 +316,9 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
     made: dict[int, Tensor] = {}
     for places, name, tensor in meta:
         if id(tensor) not in made:
-            memory = torch.empty_like(local_tensor(tensor), device=device)
-            is_param = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
+            with torch.inference_mode(False), torch.no_grad():  # it may be trained later
+                memory = torch.empty_like(local_tensor(tensor), device=device)
+                is_param = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
         places[name] = made[id(tensor)]
     return made
