@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -302,6 +304,21 @@ def test_writes_between_forward_and_backward_are_noticed_as_in_plain_pytorch(ctx
         model.zero_grad()
         model(ids).sum().backward()  # goes on
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_a_graph_that_is_dropped_keeps_nothing_alive(ctx, layout):
+    _, block = pair(make, zero_level=layout, use_checkpoint=False)
+    gc.disable()  # without a search for cycles
+    try:
+        x = torch.ones(2, 5, requires_grad=True)
+        kept = weakref.ref(x)
+        loss = block(x).sum()
+        del x, loss
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.ranks(2)

@@ -126,6 +126,7 @@ class FlatParameter:
         self.state = State.SHARDED
         self._work: Work | None = None
         self._read: torch.cuda.Event | None = None  # recorded after the copy of an offloaded shard in the side stream
+        self._versions_of_views: list[int] = []  # those of the parameters at the last call of note_writes
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.label = ""  # names the collectives
@@ -294,9 +295,23 @@ class FlatParameter:
         return _strided_views(flat, self._unsharded_geometry)
 
     def views(self) -> list[Tensor]:
-        """The unsharded parameters as new tensors on the storage of ``unsharded``."""
-        views = [template.data for template in self._templates]
+        """The unsharded parameters as new tensors on the storage of ``unsharded``.
+
+        All views of a parameter have one version for autograd, that of its template; see :meth:`note_writes`.
+        """
+        views = [template.detach() for template in self._templates]
         return views if self.float8 is None else self.float8.tensors(views, self.dtype)
+
+    def note_writes(self) -> None:
+        """Increment the versions of the views of parameters that were written since the last call.
+
+        Autograd raises a RuntimeError where it has saved such a view, as it does for plain parameters.
+        """
+        versions = [param._version for param in self.params]
+        if versions != self._versions_of_views:
+            both = zip(self._templates, versions, self._versions_of_views)
+            torch.autograd.graph.increment_version([template for template, now, then in both if now != then])
+            self._versions_of_views = versions
 
     @property
     def is_temporary(self) -> bool:

@@ -55,8 +55,6 @@ class Call:
         "_awaits_params",
         "_entry",
         "_targets",
-        "_versions",
-        "_views",
         "group",
         "has_inner",
         "has_others",
@@ -80,8 +78,6 @@ class Call:
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
-        self._views: Sequence[Tensor] = ()  # what autograd has saved, if it has saved parameters
-        self._versions: list[int] = []  # of the parameters, when it did
         self._entry: Callable[[], Any] = lambda: None  # returns the node of ``Enter``; None: the node is gone
         self.order = sys.maxsize  # the number of that node: backward comes to later ones first
         self.returns_input = False  # nothing in its graph reads parameters
@@ -95,8 +91,8 @@ class Call:
 
     def enter(self) -> list[Tensor]:
         """The unsharded parameters, in the order of ``group.params``. This call receives their gradients."""
+        self.group.note_writes()
         views, self._targets = self.group.views_with_targets()
-        self._views, self._versions = views, [param._version for param in self.group.params]
         trainable = list(itertools.compress(views, self.trainable))
         entered = self.group.enter(self, trainable) if trainable else ()
         node: Any = entered[0].grad_fn if entered else None
@@ -155,7 +151,7 @@ class Call:
             )
         with torch._C.DisableTorchFunctionSubclass():
             note_place(group.places[1])
-            self._check_versions()
+            group.note_writes()
             group.step.enter(group)
             group.step.reduce_unused(self.order)  # those that entered later
             group.in_backward.add(self)
@@ -177,19 +173,6 @@ class Call:
                         group.step.await_turn(self)
                     else:
                         self.reduce_nothing()
-
-    def _check_versions(self) -> None:
-        """Let autograd know of writes to parameters since the forward.
-
-        The views have versions of their own. Autograd raises its RuntimeError where it has saved a view of a changed
-        parameter, as it does for plain parameters.
-        """
-        versions = [param._version for param in self.group.params]
-        if versions != self._versions:
-            pairs = zip(self._views, versions, self._versions, strict=True)
-            changed = [view for view, now, then in pairs if now != then]
-            torch.autograd.graph.increment_version(changed)
-            self._versions = versions
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the parameters have arrived: reduce them."""

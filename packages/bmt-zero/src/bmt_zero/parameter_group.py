@@ -282,6 +282,11 @@ class ParameterGroup:
         entered: tuple[Tensor, ...] = _apply(receiver, tensors, *anchors)
         return entered
 
+    def note_writes(self) -> None:
+        """Let autograd know of writes to the parameters. Backward of an earlier forward that has saved them raises."""
+        for flat in self.flats:
+            flat.note_writes()
+
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
         return [view for flat in self.flats for view in flat.views()]
