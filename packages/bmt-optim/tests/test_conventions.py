@@ -197,9 +197,9 @@ def test_an_option_that_the_state_depends_on_may_not_be_changed_after_the_first_
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [
-        ("Adam", "betas", r"group 0 has no options \['betas'\] "),
-        ("Muon", "parts", r"group 0 has no options \['parts'\] "),
-        ("GaLoreAdamW", "update_proj_gap", r"group 0 has no options \['update_proj_gap'\] "),
+        ("Adam", "betas", r"group 0 has no options \['betas'\]; set them"),
+        ("Muon", "parts", r"group 0 has no options \['parts'\]; set them"),
+        ("GaLoreAdamW", "update_proj_gap", r"group 0 has no options \['update_proj_gap'\]; set them"),
         ("GaLoreAdamW", "rank", "'rank' was removed after the first step and asks for another"),
     ],
 )

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 
-def differentiable_once(what: str, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def differentiable_once(
+    what: str, depends: Callable[[Any], bool]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a second derivative through the ``backward`` of a ``torch.autograd.Function`` raise a RuntimeError.
 
     ``torch.autograd.function.once_differentiable`` does so only if an incoming gradient requires a gradient. That is
@@ -19,7 +21,8 @@ def differentiable_once(what: str, always: bool = False) -> Callable[[Callable[.
 
     Args:
         what: what is differentiated, for the message.
-        always: whether the gradients depend on more than the incoming gradients and the saved tensors.
+        depends: of the ``ctx``: whether the gradients depend on other tensors that require gradients than the incoming
+            ones. It must not read ``ctx.saved_tensors``, which checkpoints give once.
     """
 
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +33,7 @@ def differentiable_once(what: str, always: bool = False) -> Callable[[Callable[.
             if not torch.is_grad_enabled():  # no create_graph=True
                 return results
             results = results if isinstance(results, tuple) else (results,)
-            if not always and not any(x is not None and x.requires_grad for x in (*grads, *ctx.saved_tensors)):
+            if not depends(ctx) and not any(grad is not None and grad.requires_grad for grad in grads):
                 return results
             message = f"{what} can be differentiated only once; pass create_graph=False"
             error = torch._C._functions.DelayedError(message.encode(), len(results))

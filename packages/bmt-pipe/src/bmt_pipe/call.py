@@ -221,7 +221,7 @@ class _Outputs(torch.autograd.Function):
         return *results, link
 
     @staticmethod
-    @differentiable_once("a pipeline", always=True)
+    @differentiable_once("a pipeline", lambda ctx: True)
     def backward(ctx: Any, *all_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ()
         problem: Exception | None = None
@@ -248,7 +248,7 @@ class _Loss(torch.autograd.Function):
         return loss.detach()
 
     @staticmethod
-    @differentiable_once("a pipeline", always=True)
+    @differentiable_once("a pipeline", lambda ctx: True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -53,11 +55,11 @@ def vocab_parallel_cross_entropy(
             f"{tuple(logits.shape[:-1])}"
         )
     columns = logits.shape[-1]
-    _check_columns(columns, comm)
+    gather = _gather_of(columns, comm)
     loss = parallel_cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 1 else logits[None],
         target.reshape(-1),
-        comm.stacked,
+        gather,
         vocab_start=comm.rank * columns,
         vocab_size=comm.size * columns,
         weight=weight,
@@ -107,7 +109,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     comm = tensor_comm(comm)
     weight, bias = unsharded(weight), unsharded(bias)
-    _check_columns(len(weight), comm)
+    gather = _gather_of(len(weight), comm)
     if gather_input:
         hidden = gather_along(hidden, sequence_dim, comm, partial_grad=True)
     else:
@@ -116,7 +118,7 @@ def vocab_parallel_linear_cross_entropy(
         hidden,
         weight,
         target,
-        comm.stacked,
+        gather,
         bias,
         vocab_start=comm.rank * len(weight),
         vocab_size=comm.size * len(weight),
@@ -132,13 +134,20 @@ _checked: WeakKeyDictionary[Communicator, set[int]] = WeakKeyDictionary()
 """The numbers of classes of this rank for which all ranks are known to have as many."""
 
 
-def _check_columns(columns: int, comm: Communicator) -> None:
-    """Raise ValueError, on every rank, if ranks have different numbers of classes. Compares each number once."""
+def _gather_of(columns: int, comm: Communicator) -> Callable[[Tensor], Tensor]:
+    """``comm.stacked`` for the statistics of ``columns`` classes on each rank.
+
+    Each number of classes is compared once over the ranks, and later by the label of the all-gather.
+
+    Raises:
+        ValueError: ranks have different numbers of classes.
+    """
+    gather = partial(comm.stacked, label=f"statistics of {columns} classes per rank")
     if comm.size == 1 or comm.is_planned:
-        return
+        return gather
     known = _checked.setdefault(comm, set())
     if columns in known:
-        return
+        return gather
     try:
         check_agreement(comm, "the classes of a vocabulary-parallel cross entropy", [f"{columns} on each rank"])
     except DisagreementError as error:
@@ -147,3 +156,4 @@ def _check_columns(columns: int, comm: Communicator) -> None:
             "multiple of the ranks"
         ) from error
     known.add(columns)
+    return gather

@@ -243,6 +243,9 @@ class OpParallelLinear:
         )
 
 
+_LAYER = "a tensor-parallel linear layer"
+
+
 class _ColumnLinear(torch.autograd.Function):
     splits_backward = True
 
@@ -292,7 +295,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @differentiable_once("a tensor-parallel linear layer")
+    @differentiable_once(_LAYER, lambda ctx: ctx.needs_input_grad[0] and any(ctx.needs_input_grad[6::2]))
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: Communicator = ctx.comm
         x, *weights = ctx.saved_tensors
@@ -351,7 +354,7 @@ class _RowLinear(torch.autograd.Function):
         return y.data  # not a view of another tensor: models may modify it in place
 
     @staticmethod
-    @differentiable_once("a tensor-parallel linear layer")
+    @differentiable_once(_LAYER, lambda ctx: all(ctx.needs_input_grad[:2]))
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors

@@ -334,6 +334,9 @@ class GradientReducer:
                     waiting[index] = view if earlier is None or view is None else earlier + view
             self.undecided = waiting if any(each is not None for each in waiting) else []
             views = [view if at_once else None for view, at_once in zip(views, now, strict=True)]
+        if not all(param.requires_grad for param in params):  # frozen since the forward
+            trains = [param.requires_grad or index in waited for index, param in enumerate(params)]
+            views = [view if trained else None for view, trained in zip(views, trains, strict=True)]
         self.gradients.add(views)
 
     @contextmanager

@@ -55,7 +55,7 @@ class ParameterGradients:
         grads, added, hooked = [], [], []
         are_parts = self._has_others or is_stage_local(self._flat.params[0])  # at least some
         for index, (param, new) in enumerate(zip(self._flat.params, rows, strict=True)):
-            if new is None or not param.requires_grad:  # it may have been frozen since the forward
+            if new is None:
                 continue
             if param._backward_hooks:
                 new = sharded_gradient(new, param)

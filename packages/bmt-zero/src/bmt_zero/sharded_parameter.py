@@ -389,6 +389,7 @@ def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         rows = sharded_rows(args[0].detach(), args[0])
         with torch._C._EnableTorchFunction():
             rows[args[1]] = args[2]
+        torch.autograd.graph.increment_version(args[0])  # also on ranks that have none of these rows
         return None
     if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
         param, value = args

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bmt_zero.state import load_state_dict, valid_versions, with_versions
@@ -167,6 +168,7 @@ class Loading:
             )
         return parse_json(self._path / stage[0], self._small(stage[0]))
 
+    @torch.inference_mode(False)  # objects may keep the tensors and change them later
     def _read_state(self, name: str) -> Any:
         saved = self._trainer.get("objects")
         saved = saved.get(name) if isinstance(saved, dict) else None
@@ -183,6 +185,7 @@ class Loading:
             file = replica_file(name, replica, count)
         return decode(parse_json(self._path / file, self._small(file)), f"{self._path / file}")
 
+    @torch.inference_mode(False)
     def _read_extra(self) -> dict[str, Any]:
         """The extra states that this rank's modules need (all of them, if the model's own code loads them)."""
         if self._given.model is None:

@@ -165,6 +165,8 @@ def read_tensor(source: Source, name: str) -> Tensor:
     return tensor
 
 
+@torch.inference_mode(False)  # a model's own code may keep the tensors
+@torch.no_grad()
 def read_unsharded(source: Source) -> dict[str, Tensor]:
     """All tensors of a source, unsharded, as a state dict. Tied ones are one tensor.
 
