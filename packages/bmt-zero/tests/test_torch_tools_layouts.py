@@ -336,6 +336,23 @@ def test_a_layer_that_was_frozen_since_the_forward_gets_no_gradient(ctx, layout)
             torch.testing.assert_close(full(param.grad), wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
+def test_a_converted_model_is_evaluated_first_and_trained_then(ctx, layout):
+    plain, block = pair(make, zero_level=layout, use_checkpoint=False)
+    for model in (plain, block):
+        model.double()
+        with torch.inference_mode():
+            model(seeded(0, 2, 5).double())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, block)]
+    for step in range(2):
+        backward(ctx, plain, block, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(block, plain)
+
+
 @pytest.mark.ranks(1)
 def test_modules_of_torch_jit_are_named(ctx):
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))

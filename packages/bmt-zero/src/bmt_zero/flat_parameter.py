@@ -270,16 +270,17 @@ class FlatParameter:
                     f"{tuple(param.shape)}; this rank holds {tuple(view.shape)} of {param.bmt_slice.shape}: write into "
                     f"to_local(), and change shapes (resize_token_embeddings) before the model is sharded"
                 )
-        shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
-        for param, view in zip(self.params, self.local_views(shard), strict=True):
-            view.copy_(param.to_local())
-        if shard.dtype == self.shard.dtype and shard.device == self.shard.device:
-            # Keep the storage, which other ranks may share: a rank without rows does not notice the move.
-            self.state = State.SHARDED
-            self.shard.copy_(shard)
-            self._bind_parameters()
-        else:
-            self.use_storage(shard)
+        with torch.inference_mode(False), torch.no_grad():  # the tensors may be used in training later
+            shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
+            for param, view in zip(self.params, self.local_views(shard), strict=True):
+                view.copy_(param.to_local())
+            if shard.dtype == self.shard.dtype and shard.device == self.shard.device:
+                # Keep the storage, which other ranks may share: a rank without rows does not notice the move.
+                self.state = State.SHARDED
+                self.shard.copy_(shard)
+                self._bind_parameters()
+            else:
+                self.use_storage(shard)
 
     def _shard_of(self, flat: Tensor) -> Tensor:
         """This rank's shard of a flat buffer, as a view."""
