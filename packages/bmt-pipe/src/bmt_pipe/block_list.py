@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -283,23 +282,6 @@ class PipelineTransformerBlockList(StagedState):
             return LoopLayer(None, number, self._attributes[number])
         own = self._modules.get(str(number))
         return AbsentLayer(number, self._stages[number]) if own is None else own
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """This rank's layers. ``children`` calls it, too.
-
-        Raises:
-            RuntimeError: a forward of a module around the list is running; it would run this stage's layers only.
-        """
-        caller = sys._getframe(1)
-        if caller.f_code is nn.Module.children.__code__ and caller.f_back is not None:
-            caller = caller.f_back
-        by_tool = caller.f_globals.get("__name__", "").startswith(("torch.", "bmt_"))  # ``eval``, for example
-        if not by_tool and in_forward_around(self):
-            raise RuntimeError(
-                "a pipeline's list has only this stage's layers as children: loop over the list itself in a forward "
-                "(for layer in layers), or call it"
-            )
-        return super().named_children()
 
     def _loop(self) -> LayerLoop:
         """The object over which a model's forward iterates in place of the layers."""
