@@ -65,6 +65,16 @@ def assert_same(block: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(param.full_tensor().detach(), wanted, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def assert_same_training(ctx, plain: nn.Module, block: nn.Module, steps: int) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, block)]
+    for step in range(steps):
+        backward(ctx, plain, block, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(block, plain)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -191,13 +201,7 @@ def test_weight_normalisation_comes_before_sharding(ctx, layout):
         return nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 7)), nn.Linear(7, 3))
 
     plain, block = make_pair(ctx, layout, make_normalised)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, block)]
-    for step in range(3):
-        backward(ctx, plain, block, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(block, plain)
+    assert_same_training(ctx, plain, block, 3)
     for tool in (parametrizations.weight_norm, weight_norm):
         with pytest.raises(TypeError, match=r"weight_norm.* of shape \(3, 7\) would take .* shard the model then"):
             tool(block[1])
@@ -344,13 +348,7 @@ def test_a_converted_model_is_evaluated_first_and_trained_then(ctx, layout):
         model.double()
         with torch.inference_mode():
             model(seeded(0, 2, 5).double())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, block)]
-    for step in range(2):
-        backward(ctx, plain, block, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(block, plain)
+    assert_same_training(ctx, plain, block, 2)
 
 
 @pytest.mark.ranks(1)
