@@ -284,6 +284,38 @@ class Around(nn.Module):
         return self.head(self.layers(x))
 
 
+class _LoopOver(nn.Module):
+    """A model whose forward finds its layers by ``layers_of``."""
+
+    def __init__(self, layers_of: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([Layer().to(DTYPE) for _ in range(4)])
+        self.layers_of = layers_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers_of(self.layers):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+@pytest.mark.parametrize("name", ["children", "_modules", "modules"])
+def test_a_loop_over_the_layers_of_this_stage_only(ctx: ParallelContext, name: str) -> None:
+    """It would compute other numbers than a loop over the list. Layers may be called outside of such a forward."""
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "children": lambda layers: layers.children(),
+        "_modules": lambda layers: layers._modules.values(),
+        "modules": lambda layers: (module for module in layers.modules() if isinstance(module, Layer)),
+    }
+    model, x = _LoopOver(ways[name]), random(ctx.rank, 4, 2, WIDTH)
+    with pytest.raises(RuntimeError, match=r"_LoopOver calls a layer .* _modules, where this stage's layers"):
+        model(x)
+    own = next(model.layers.children())
+    assert own(x).shape == x.shape
+    model.layers_of = iter
+    assert model(x).shape == x.shape
+
+
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
 def test_errors_tell_what_to_do_instead(ctx: ParallelContext) -> None:
     for tied in (0, 3):

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import LAYER_ATTRIBUTE, ParallelContext, check_agreement, current_context
+from bmt_comm import LAYER_ATTRIBUTE, ParallelContext, check_agreement, current_context, not_compiled
 from bmt_zero import grouped_parameters, init_parameters, link_blocks, stage_block
 
 from .call import Pipeline
 from .list_state import StagedState
-from .loop import LayerLoop, LoopLayer, in_forward_around, simple_attributes
+from .loop import LayerLoop, LoopLayer, in_forward_around, running_modules, simple_attributes
 from .partition import split_layers
 from .recording import Recorder
 from .schedule import Schedule, make_schedule
@@ -200,6 +200,8 @@ class PipelineTransformerBlockList(StagedState):
             block = stage_block(layer, keep) if first == index else self._modules.get(str(first))
             if block is not None:
                 self.add_module(str(index), block)
+                if first == index and context.pipe.size > 1:
+                    block.register_forward_pre_hook(_check_called_by_list, prepend=True)
                 for param in block.parameters() if first == index else ():
                     setattr(param, LAYER_ATTRIBUTE, (pipeline, index))
             del layer, block  # before the next one is made
@@ -327,6 +329,26 @@ class AbsentLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layer {self.index}, of stage {self.stage}"
+
+
+@not_compiled
+def _check_called_by_list(layer: nn.Module, _args: Any) -> None:
+    """A hook before the forward of a layer.
+
+    Raises:
+        RuntimeError: a module that contains the list calls it, and so does not run the layers of other stages.
+    """
+    for module in running_modules():
+        if isinstance(module, PipelineTransformerBlockList):
+            return
+        if module is layer:
+            continue
+        lists = (m for m in module.modules() if isinstance(m, PipelineTransformerBlockList))
+        if any(layer is part for layers in lists for part in layers.modules()):
+            raise RuntimeError(
+                f"the forward of {type(module).__name__} calls a layer of its pipeline that it has from children(), "
+                f"modules() or _modules, where this stage's layers are: loop over the list, or call the list"
+            )
 
 
 class _Seen:

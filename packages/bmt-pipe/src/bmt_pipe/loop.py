@@ -32,16 +32,22 @@ def simple_attributes(module: nn.Module) -> dict[str, Any]:
     return own | {k: simple_attributes(child) for k, child in module._modules.items() if child is not None}
 
 
-def in_forward_around(layers: nn.Module) -> bool:
-    """Whether the innermost module whose forward is running contains ``layers``."""
-    frame: FrameType | None = sys._getframe(2)
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose forwards are running in this thread, the innermost one first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_code.co_name == "_call_impl":
-            module = frame.f_locals["self"]
-            children = module._modules.values()
-            return any(m is layers for m in children) or any(m is layers for m in module.modules() if m is not module)
+            yield frame.f_locals["self"]
         frame = frame.f_back
-    return False
+
+
+def in_forward_around(layers: nn.Module) -> bool:
+    """Whether the innermost module whose forward is running contains ``layers``."""
+    module = next(running_modules(), None)
+    if module is None:
+        return False
+    children = module._modules.values()  # the list is often one of them, and has many modules in it
+    return any(m is layers for m in children) or any(m is layers for m in module.modules() if m is not module)
 
 
 class _BetweenLayers(Tensor):
