@@ -22,6 +22,7 @@ from .context import (
     is_initialized,
     shutdown,
 )
+from .errors_on_all import errors_on_all, raise_on_all
 from .fixed_order import TREE_SUM, TreeSum, tree_sum
 from .host_memory import page_locked
 from .journal import note_place
@@ -122,6 +123,7 @@ __all__ = [
     "current_context",
     "differentiable_once",
     "dtensor_like",
+    "errors_on_all",
     "expected_scale",
     "forget_scale",
     "gather_result",
@@ -153,6 +155,7 @@ __all__ = [
     "print_block",
     "print_dict",
     "print_rank",
+    "raise_on_all",
     "rank",
     "recv_activations",
     "reduce_over",

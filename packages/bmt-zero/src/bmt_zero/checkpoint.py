@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -17,6 +18,7 @@ from bmt_comm import (
     ParallelContext,
     check_agreement,
     current_context,
+    errors_on_all,
     is_stage_local,
     local_tensor,
     note_place,
@@ -42,7 +44,6 @@ from .state import (
     load_state_dict,
     local_entries,
     logical_tensor,
-    raise_on_all,
     refuse_fsdp1,
     shape_of,
     versions_of,
@@ -128,32 +129,28 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
 
 def _check_values(entries: Mapping[str, Any], model: nn.Module, context: ParallelContext) -> None:
     """Raise on every rank if the tensor of an entry cannot be saved."""
-    problem: Exception | None = None
-    try:
+    with errors_on_all(context.world):
         check_filled(model)
         for name, entry in entries.items():
             value = entry.value if isinstance(entry, StageEntry) else entry
             if isinstance(value, Tensor):
                 check_has_values(name, value)
                 check_dense(name, value)
-    except (RuntimeError, ValueError) as error:
-        problem = error
-    raise_on_all(context.world, problem)
 
 
 def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], tensors: Iterable[Any] = ()) -> None:
     """Call ``call`` on rank 0 while the others take part in unsharding. An error is raised on every rank."""
-    problem: Exception | None = None
-    if context.rank == 0:
+    with errors_on_all(context.world):
+        if context.rank > 0:
+            deque(tensors, maxlen=0)
+            return
         try:
             call()
-        except (ValueError, RuntimeError) as error:
-            problem = error
         except Exception as error:
-            problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
-            problem.__cause__ = error
-    deque(tensors, maxlen=0)  # on other ranks all tensors; on rank 0 the rest, if writing has failed
-    raise_on_all(context.world, problem)
+            deque(tensors, maxlen=0)  # the rest, which the other ranks unshard
+            if isinstance(error, (ValueError, RuntimeError)):
+                raise
+            raise RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}") from error
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -241,14 +238,10 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
     reading.check_dtypes({name: dtype_of(value) for name, value in entries.items() if not is_extra_state(name)})
     wanted = [fact for fact in reading.facts if fact[0] in entries]
     targets = {name: e.value if isinstance(e, StageEntry) else e for name, e in entries.items()}  # None elsewhere
-    problem: Exception | None = None
-    try:
+    with errors_on_all(reading.context.world):  # stages have different tensors
         for name, _, _ in wanted:
             if isinstance(target := targets[name], Tensor) and target.layout is torch.strided:
                 check_writable(name, local_tensor(target))
-    except ValueError as error:
-        problem = error
-    raise_on_all(reading.context.world, problem)  # stages have different tensors
     made = give_memory(model, device, [targets[name] for name, _, _ in wanted])
     extra_state: dict[str, Any] = {}
     for name, shape, dtype in wanted:
@@ -271,34 +264,22 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
 
 def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, context: ParallelContext) -> None:
     """Load from files that each rank reads: its own rows."""
-    loaders: list[WeightLoader] = []
-
-    def together(call: Callable[[], object]) -> None:
-        problem: Exception | None = None
-        try:
-            call()
-        except Exception as error:  # the other ranks wait for the outcome
-            problem = error
-            if not isinstance(error, (OSError, ValueError, TypeError, RuntimeError)):
-                problem = RuntimeError(_one_line(error))
-                problem.__cause__ = error
-        raise_on_all(context.world, problem)
-
-    try:
-        together(lambda: loaders.append(WeightLoader(model, path, key_map)))
-        everyone = context.world.all_gather_object((loaders[0].names(), loaders[0].has_code()))
+    with contextlib.ExitStack() as opened:
+        with errors_on_all(context.world):
+            loader = WeightLoader(model, path, key_map)
+            opened.callback(loader.close)
+        everyone = context.world.all_gather_object((loader.names(), loader.has_code()))
         elsewhere = {name for names, _ in everyone for name in names}
         by_code = any(has_code for _, has_code in everyone)
-        together(lambda: loaders[0].check(elsewhere, strict, by_code))
-        if by_code:
-            state: dict[str, Any] = {}
-            together(lambda: state.update(loaders[0].read_unsharded(context.device)))
-            load_state_dict(model, with_versions(state, loaders[0].versions), strict)
-        else:
-            together(lambda: loaders[0].read(context.device))
-    finally:
-        for loader in loaders:
-            loader.close()
+        with errors_on_all(context.world):
+            loader.check(elsewhere, strict, by_code)
+        if not by_code:
+            with errors_on_all(context.world):
+                loader.read(context.device)
+            return
+        with errors_on_all(context.world):
+            state = loader.read_unsharded(context.device)
+        load_state_dict(model, with_versions(state, loader.versions), strict)
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, errors_on_all
 
 from .stage_entry import natural_key
-from .state import raise_on_all
 
 _Position: TypeAlias = tuple[int, tuple[Any, ...], int]
 """The position of a fill among those of all stages: the number of modules before it, without those in Blocks of one
@@ -89,13 +88,9 @@ def run_in_order(
     for stage, positions in enumerate(context.pipe_host.all_gather_object(list(mine))):
         owners.update({position: stage if position[1] else None for position in positions})
     for owner, together in groupby(sorted(owners), key=lambda position: owners[position]):
-        problem = None
-        try:
+        with errors_on_all(context.pipe):
             for position in together if owner in (None, context.pipe_rank) else ():
                 mine[position].run()
-        except Exception as error:
-            problem = error
-        raise_on_all(context.pipe, problem)
         if owner is not None:
             states = [generator.get_state() for generator in _generators(context)]
             _set_states(context, context.pipe_host.broadcast_object(states, owner))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_comm import ParallelContext, check_agreement, current_context, errors_on_all
 
 from .fill_order import Fill, generators_of_rank_0, run_in_order, without_drawing
 from .resets import Reset, find_resets, inner_first, like
 from .shard import sharding_of
 from .sharded_parameter import ShardedParameter
-from .state import raise_on_all, write_logical
+from .state import write_logical
 
 
 def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
@@ -63,13 +63,8 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     waiting = {id(p): n for n, p in named.items() if p.awaits_values and p.init_method is None}
     local = {path for path, sharding in shardings.items() if sharding.group.options.stage_local}
     with generators_of_rank_0(context, seed):
-        problem, resets = None, []
-        try:
-            with without_drawing(context):
-                resets = find_resets(model, waiting)
-        except ValueError as error:
-            problem = error
-        raise_on_all(context.pipe, problem)  # stages have different layers
+        with errors_on_all(context.pipe), without_drawing(context):  # stages have different layers
+            resets = find_resets(model, waiting)
         fills = [
             Fill(name.rpartition(".")[0], functools.partial(_fill, param, context))
             for name, param in named.items()

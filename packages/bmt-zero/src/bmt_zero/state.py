@@ -549,15 +549,3 @@ def some_names(names: list[str]) -> str:
     """The first five, for a message."""
     shown = ", ".join(repr(name) for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def raise_on_all(comm: Communicator, problem: Exception | None) -> None:
-    """Raise the first problem of any rank on every rank of ``comm``. Every rank must call it."""
-    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, RuntimeError, OSError)}
-    mine = None
-    if problem is not None:
-        name = type(problem).__name__
-        mine = ("OSError" if isinstance(problem, OSError) and name not in kinds else name), str(problem)
-    reports = [mine] if comm.size == 1 else comm.all_gather_object(mine)
-    for name, message in filter(None, reports):
-        raise kinds.get(name, ValueError)(message) from (problem and problem.__cause__)

@@ -14,8 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from bmt_comm import Communicator, current_context
-from bmt_zero.state import raise_on_all
+from bmt_comm import Communicator, current_context, raise_on_all
 
 _EXCHANGES = 8
 

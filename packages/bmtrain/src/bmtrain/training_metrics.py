@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, ParallelContext, current_context
-from bmt_zero.state import raise_on_all
+from bmt_comm import Communicator, ParallelContext, current_context, errors_on_all
 
 Record = dict[str, float]
 
@@ -76,14 +75,10 @@ class TrainingMetrics:
             raise ValueError(f"every={every!r} must be positive")
         self.context = context or current_context()
         self.sinks = list(sinks) if self.context.rank == 0 else []
-        problem: Exception | None = None
-        try:
+        with errors_on_all(self.context.world):
             for sink in self.sinks:
                 if isinstance(sink, OpenedSink):
                     sink.open()
-        except Exception as error:  # the other ranks must learn of it
-            problem = error
-        raise_on_all(self.context.world, problem)
         self.every = every
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.steps = 0

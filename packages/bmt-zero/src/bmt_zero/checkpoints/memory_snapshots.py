@@ -26,14 +26,13 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, note_place
+from bmt_comm import Communicator, errors_on_all, note_place
 from bmt_comm.startup import Peer
-from bmt_zero.state import raise_on_all
 
 from .checkpointer import checked_step
 from .contents import check_filled
@@ -45,7 +44,6 @@ from .trainer_state import to_json
 
 _HEAD = 64  # bytes of 8-byte words: a mark, and the words of _RankSnapshot._head
 _MARK = 0x626D74536E617031
-_Result = TypeVar("_Result")
 SnapshotKey = tuple[int, int]
 """The rank of a snapshot, and the number of the call that took it."""
 
@@ -172,19 +170,6 @@ class MemorySnapshots:
             problem = None  # its traceback refers to this frame
         return [size for size, _ in everyone]
 
-    def _on_all(self, call: Callable[[], _Result]) -> _Result:
-        """This rank's result of a call. If it raises on one rank, all ranks raise what :func:`raise_on_all` raises."""
-        problem: Exception | None = None
-        try:
-            result = call()
-        except Exception as error:
-            problem = error
-        try:
-            raise_on_all(self._comm, problem)
-        finally:
-            problem = None  # its traceback refers to this frame
-        return result
-
     def _remove_files_of_other_ranks(self) -> None:
         """Remove the files of ranks that were on this host before a restart. The first rank of the host does it."""
         if self._folder is None or self._rank != self._ranks_here[0]:
@@ -232,9 +217,11 @@ class MemorySnapshots:
         mine = local[self._rank, number] if source == self._rank else _RankSnapshot()
         recvs = [] if source == self._rank else [(mine.room(size), source)]
         self._comm.send_recv(sends, recvs)
-        given, restore = self._on_all(lambda: _prepared(objects, mine))
+        with errors_on_all(self._comm):
+            given, restore = _prepared(objects, mine)
         before = None if given.manager is None or self._kept is None else given.manager.trainer_state()
-        self._on_all(restore)
+        with errors_on_all(self._comm):
+            restore()
         if before is not None:  # keep the count of good steps, too: growing early would overflow again
             for name in ("loss_scale", "steps_since_last_scale"):
                 setattr(given.manager, name, min(before[name], getattr(given.manager, name)))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, local_tensor, slice_of, unsharded_slice
+from bmt_comm import ParallelContext, errors_on_all, local_tensor, raise_on_all, slice_of, unsharded_slice
 from bmt_zero.stage_entry import StageEntry
-from bmt_zero.state import dtype_of, raise_on_all, shape_of
+from bmt_zero.state import dtype_of, shape_of
 
 from .contents import Content
 from .headers import DTYPES, Entry
@@ -88,15 +88,13 @@ class Rank0Source:
             mine = dtypes.get(name)
             if mine is not None and not converts(dtype, mine):
                 raise ValueError(f"{self.path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
-        if self._source is not None:
+        with errors_on_all(self.context.world):
+            if self._source is None:
+                return
             entries: Mapping[str, Entry] = self._source.entries
             known = [entry for entry in entries.values() if dtypes.get(entry.name) is not None]
             targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
-            try:
-                check_range([Content(each, unsharded_slice(t), t) for each, t in zip(known, targets)], self._source)
-            except Exception as error:
-                self._problem = error
-        self.check()
+            check_range([Content(each, unsharded_slice(t), t) for each, t in zip(known, targets)], self._source)
 
     def stream(self, entry: Entry, target: Tensor | None) -> None:
         """Broadcast a tensor in chunks, and write this rank's part of it into ``target``, if that is not ``None``."""
