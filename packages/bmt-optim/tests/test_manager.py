@@ -35,6 +35,7 @@ def test_a_context_is_needed():
 def test_settings_out_of_range_are_named(ctx):
     for settings, message in (
         ({"loss_scale_factor": 0.5}, "loss_scale_factor"),
+        ({"loss_scale_factor": float("nan")}, "loss_scale_factor"),
         ({"loss_scale_steps": 0}, "loss_scale_steps"),
         ({"min_loss_scale": 0}, "min_loss_scale"),
         ({"min_loss_scale": 8, "max_loss_scale": 4}, "max_loss_scale"),

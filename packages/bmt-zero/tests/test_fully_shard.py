@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from bmt_zero import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardedParameter,
     fully_shard,
     register_fsdp_forward_method,
@@ -974,3 +976,30 @@ def test_offload_to_the_host(ctx):
     shard_layers(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert_same_updates(train_sharded(model, ctx.rank), train_plain(plain, 2))
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_fused_optimizers_where_parameters_stay_unsharded(ctx, name, offload):
+    """Their writes are not counted by autograd."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 7)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+    model.set_reshard_after_backward(False)
+    start = [param.detach().clone() for param in plain.parameters()]
+    ours = getattr(torch.optim, name)(model.parameters(), lr=0.05, fused=True)
+    theirs = getattr(torch.optim, name)(plain.parameters(), lr=0.05)
+    for _ in range(5):
+        batches = torch.randn(ctx.world_size, 4, 7, dtype=torch.float64)
+        plain(batches.flatten(0, 1)).square().mean().backward()
+        model(batches[ctx.rank]).square().mean().backward()
+        if ctx.rank == 1:
+            time.sleep(0.05)  # the other rank must wait for these rows
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    model.reshard()
+    for param, other, before in zip(model.parameters(), plain.parameters(), start, strict=True):
+        assert (param.full_tensor() - other).norm() <= 1e-9 * (other - before).norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -203,6 +204,47 @@ def test_arguments_that_are_changed_in_place_before_they_are_needed_again(ctx, h
             y.sum().backward()
     if when == "never":
         torch.testing.assert_close(grads[1].add(0), grads[0])
+
+
+@dataclasses.dataclass
+class _State:
+    factor: Tensor
+
+
+class _Stateful(nn.Module):
+    """Sets an attribute of an argument anew, or writes into it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, x: Tensor, state: _State) -> Tensor:
+        y = self.linear(x) * state.factor.clone()
+        if self.writes:
+            state.factor.mul_(3.0)
+        else:
+            state.factor = state.factor * 3.0
+        return y
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("writes", [False, True])
+def test_dataclasses_that_a_checkpointed_forward_changes(ctx, writes):
+    """The recomputation gets the attributes that the forward got. A write into one of them is an error."""
+    torch.manual_seed(0)
+    plain = _Stateful(writes)
+    model = shard(copy.deepcopy(plain), use_checkpoint=True)
+    for each in (plain, model):
+        state = _State(torch.ones(3, WIDTH))
+        y = each(seeded(0, 3, WIDTH), state).sum()
+        assert state.factor.mean() == 3
+        if writes and each is model:
+            with pytest.raises(RuntimeError, match="changed in place in its forward or since"):
+                y.backward()
+        else:
+            y.backward()
+    if not writes:
+        torch.testing.assert_close(model.linear.weight.grad.add(0), plain.linear.weight.grad)
 
 
 class Refreshing(nn.Module):

@@ -56,18 +56,18 @@ class Pending:
         # The error is kept, so that a second wait neither succeeds nor takes the time-out again.
         if self._error is not None:
             raise self._error
-        while self._works:
-            try:
+        try:
+            while self._works:
                 self._works[-1].wait()
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    self._error = error
-                if self._cancel is not None:
-                    self._cancel()
-                raise
-            self._works.pop()
-        if self._finish is not None:
-            self._finish()
+                self._works.pop()
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._error = error
+            if self._cancel is not None:
+                self._cancel()
+            raise
         self._finish = self._keep = None
 
     def is_completed(self) -> bool:

@@ -113,7 +113,7 @@ class OptimManager:
         # Whether each optimizer is stepped together with others: decided at its first step, because all ranks must do
         # the same, and some of them may get hooks later.
         self._with_others: dict[Any, bool] = {}
-        if loss_scale_factor < 1:
+        if not loss_scale_factor >= 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
             raise ValueError(f"loss_scale_steps={loss_scale_steps!r} must be at least 1")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -218,4 +219,7 @@ def _versions(value: Any) -> list[int]:
         return [version for item in value for version in _versions(item)]
     if isinstance(value, dict):
         return [version for item in value.values() for version in _versions(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return [version for name in fields for version in _versions(getattr(value, name, None))]
     return []

@@ -8,6 +8,7 @@ learned prefix, or a model that needs one), its recomputation gets the cache as 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from typing import Any
@@ -60,11 +61,16 @@ class _WithoutCache:
 
 
 def with_copied_caches(value: Any) -> Any:
-    """``value`` (arguments of a forward) with copies of the caches in it, which share their tensors."""
+    """``value`` (arguments of a forward) with copies of the caches and dataclasses in it, which share their tensors."""
     if type(value) in (list, tuple):
         return type(value)(map(with_copied_caches, value))
     if type(value) is dict:
         return {key: with_copied_caches(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+        twin = copy.copy(value)
+        for name in (field.name for field in dataclasses.fields(value) if hasattr(value, field.name)):
+            object.__setattr__(twin, name, with_copied_caches(getattr(value, name)))
+        return twin
     if not hasattr(type(value), "get_seq_length"):  # of transformers' caches and of their layers
         return value
     twin = copy.copy(value)

@@ -24,7 +24,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bmt_comm import (
     ShardedRows,
@@ -47,18 +47,32 @@ _watching = False
 
 
 def watch_optimizers() -> None:
-    """Call :func:`_before_step` before each step of any optimizer."""
+    """Call :func:`_before_step` and :func:`_after_step` around each step of any optimizer."""
     global _watching
     if not _watching:
         _watching = True
         refuse_whole_layer_optimizers()
         use_multi_tensor_functions(ShardedParameter)
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """A hook before each step of any optimizer."""
     keep_rows(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook after each step of any optimizer.
+
+    torch's fused steps do not count their writes in the versions of parameters. Without them, parameters that are
+    unsharded already would not get the new values. Ranks without rows count, too: all meet for the values.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for param in group["params"]:
+                if isinstance(param, ShardedParameter):
+                    torch.autograd.graph.increment_version(param)
 
 
 def keep_rows(optimizer: Optimizer) -> None:
@@ -102,7 +116,8 @@ def _copied(original: ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
     return twin
 
 
-_before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
+for _hook in (_before_step, _after_step):
+    _hook.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
