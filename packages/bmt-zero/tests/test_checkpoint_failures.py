@@ -131,6 +131,7 @@ def test_the_number_of_keys_in_the_store_is_bounded(ctx: Any) -> None:
     for number in range(40):
         comm.broadcast(bytes([number]) if ctx.rank == 0 else None)
         assert comm.all_gather(b"%d" % (ctx.rank % 2)) == [b"0", b"1", b"0"]
+        assert comm.all_gather(b"%d, %d" % (number, ctx.rank)) == [b"%d, %d" % (number, rank) for rank in range(3)]
         ctx.world.barrier()
         if number == 5:
             keys = comm._store.num_keys()

@@ -38,6 +38,7 @@ class StoreCommunicator:
         self.group: dist.ProcessGroup | None = None
         self._calls = 0
         self._old: list[str] = []
+        self._contents: list[str] = []  # keys of this rank's message of the last all_gather
         self._known: dict[str, bytes] = {}  # messages of the last exchanges, by digest
         self._used: deque[set[str]] = deque(maxlen=4)
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -63,11 +64,14 @@ class StoreCommunicator:
         if self.size == 1:
             return [mine]
         digest = hashlib.sha256(mine).hexdigest()
+        read, self._contents = self._contents, []
         if digest not in self._known:
-            self._put(f"content/{digest}", mine)
+            self._contents = self._put(f"content/{digest}", mine)
             self._known[digest] = mine
         everyone = self.gather(digest.encode())
         listed = self.broadcast(b"".join(everyone) if everyone is not None else None)
+        for key in read:  # every rank is in this call, so it has read the messages of the last one
+            self._store.delete_key(key)
         digests = [listed[at : at + 64].decode() for at in range(0, len(listed), 64)]
         for digest in digests:
             if digest not in self._known:
