@@ -500,3 +500,35 @@ def test_page_locked_memory_is_as_large_as_needed(monkeypatch: pytest.MonkeyPatc
     options = Options(3, offload=True)
     assert options.new_storage(5, torch.bfloat16, torch.device("cuda")).dtype == torch.bfloat16
     assert asked[-1][0] == 10
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", [bmt.optim.AdamOptimizer, bmt.optim.ScheduleFreeAdamW, torch.optim.Adam])
+def test_a_run_that_has_frozen_parameters_since(ctx, tmp_path, kind):
+    """A new run that freezes them before it loads gets their states, and goes on if they are trained again."""
+
+    def made(frozen: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 7))
+        model[0].requires_grad_(not frozen)
+        model = bmt.BMTrainModelWrapper(model)
+        return model, kind(model.parameters(), lr=1e-2)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(torch.linspace(-1, 1, 21).view(3, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    checkpointer = bmt.Checkpointer(tmp_path / "c")
+    runs = [made(frozen=False)]
+    step(*runs[0])
+    runs[0][0][0].requires_grad_(False)
+    step(*runs[0])
+    checkpointer.save(2, model=runs[0][0], optimizer=runs[0][1])
+    runs.append(made(frozen=True))
+    assert checkpointer.load_latest(model=runs[1][0], optimizer=runs[1][1]) == 2
+    for model, optimizer in runs:
+        model[0].requires_grad_(True)
+        step(model, optimizer)
+    for ours, theirs in zip(*(model.parameters() for model, _ in runs), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=1e-6, atol=0)

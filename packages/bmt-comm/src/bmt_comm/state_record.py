@@ -15,7 +15,8 @@ class StateRecord:
 
     An optimizer with a method ``state_records() -> list[StateRecord]`` can be saved and loaded by name, at any layout.
     The list has the complete state of a parameter, on every rank that has a part of the parameter. To load, write into
-    ``tensor``, and pass the list to ``adopt_state_records(records)``.
+    ``tensor``, and pass the list to ``adopt_state_records(records)``. If what is loaded has states of parameters that
+    are frozen now, the call is ``state_records(also=these)``.
 
     Attributes:
         param: the parameter.

@@ -537,24 +537,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return entries
 
     @torch.no_grad()
-    def state_records(self) -> list[StateRecord]:
+    def state_records(self, also: Sequence[Tensor] = ()) -> list[StateRecord]:
         """The state as shards of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`).
 
         Each parameter that requires a gradient, or has been stepped, has ``step``, the tensors of :meth:`state_layout`
-        and, in half precision, ``master``. For optimizers with ``keeps_copies``, the first call is a collective over
-        the ranks that share parameters.
+        and, in half precision, ``master``. So has each parameter in ``also``. For optimizers with ``keeps_copies``, the
+        first call is a collective over the ranks that share parameters.
         """
         self.settle_step()
         self._drop_old_plan()
         if self.keeps_copies:
             self._current_plan()  # a collective, which some ranks may need below: all call it here
-        self._materialize()
+        self._materialize(also)
+        wanted = set(also)
         records: list[StateRecord] = []
         number = itertools.count()
         for group in self.param_groups:
             for param in group["params"]:
                 index, entry = next(number), self.state.get(param)
-                if not entry or not (param.requires_grad or entry["step"] > 0):
+                if not entry or not (param.requires_grad or entry["step"] > 0 or param in wanted):
                     continue
                 records.append(step_record(param, entry["step"]))
                 for key, tensor in self._layout(param, group).items():

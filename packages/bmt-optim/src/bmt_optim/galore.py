@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,10 +210,10 @@ class DistGaloreAdamW(DistributedOptimizer):
                     entry["projector"] = projector_of([entry.pop(key) for key in BASES[side]], group)
         return state_dict
 
-    def state_records(self) -> list[StateRecord]:
+    def state_records(self, also: Sequence[Tensor] = ()) -> list[StateRecord]:
         """As :meth:`DistributedOptimizer.state_records`."""
         self.synchronize()
-        return super().state_records()
+        return super().state_records(also)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

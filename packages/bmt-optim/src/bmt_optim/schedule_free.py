@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,10 +113,10 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         self._refuse_averages("load_state_dict()")
         super().load_state_dict(state_dict)
 
-    def state_records(self) -> list[StateRecord]:
+    def state_records(self, also: Sequence[Tensor] = ()) -> list[StateRecord]:
         """As :meth:`DistributedOptimizer.state_records`, which checkpoints read and write."""
         self._refuse_averages("a checkpoint")
-        return super().state_records()
+        return super().state_records(also)
 
     def _refuse_averages(self, what: str) -> None:
         if self._evaluates:

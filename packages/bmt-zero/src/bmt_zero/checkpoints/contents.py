@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +187,7 @@ State = dict[Tensor, dict[str, Any]]
 """The state of one of torch's optimizers, by parameter."""
 
 
-def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
+def records_of(optimizer: Any, made: State | None = None, also: Sequence[Tensor] = ()) -> list[StateRecord]:
     """The state of an optimizer.
 
     It has ``state_records()``, as this project's optimizers do, or each of its states is a number or has the shape of
@@ -195,12 +195,13 @@ def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
 
     Args:
         made: the result of :func:`make_state` for the optimizer.
+        also: frozen parameters whose states are to be loaded.
 
     Raises:
         TypeError: a state is something else.
     """
     if hasattr(optimizer, "state_records"):
-        records: list[StateRecord] = optimizer.state_records()
+        records: list[StateRecord] = optimizer.state_records(also=also) if also else optimizer.state_records()
         return records
     return [
         _record(optimizer, param, key, value)

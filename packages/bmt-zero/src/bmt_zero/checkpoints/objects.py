@@ -103,11 +103,14 @@ class Objects:
         """
         contents: dict[str, Content] = {}
         names = self.parameter_names()
+        stored = {name.rpartition(".")[0] for name in saved or ()}
         for number, optimizer in enumerate(self.optimizers):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            frozen = [param for param in params if not param.requires_grad and names.get(param) in stored]
             made: State = {}
             if saved is not None and not hasattr(optimizer, "state_records"):
                 made = make_state(optimizer, names, saved)
-            records = records_of(optimizer, made)
+            records = records_of(optimizer, made, frozen)
             self.records.append((optimizer, records, made))
             for content in contents_of_optimizer(records, names, f"optimizer {number} ({type(optimizer).__name__})"):
                 if content.entry.name in contents:
