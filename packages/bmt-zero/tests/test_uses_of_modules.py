@@ -235,7 +235,7 @@ def test_dataclasses_that_a_checkpointed_forward_changes(ctx, writes):
     plain = _Stateful(writes)
     model = shard(copy.deepcopy(plain), use_checkpoint=True)
     for each in (plain, model):
-        state = _State(torch.ones(3, WIDTH))
+        state = _State(torch.zeros(3, WIDTH).add_(1.0))  # a tensor that was written to before
         y = each(seeded(0, 3, WIDTH), state).sum()
         assert state.factor.mean() == 3
         if writes and each is model:

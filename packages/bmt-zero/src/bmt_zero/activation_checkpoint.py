@@ -95,7 +95,7 @@ class CheckpointedForward:
             self._buffers = WrittenBuffers([self.module])
         buffers, views, copies = self._buffers, {group: c.views for group, c in calls.items()}, Copies()
         before = with_copied_caches((args, kwargs))
-        versions = _versions((args, kwargs))
+        versions = _versions(before)
         keeping = _Keeping(self.kept)
         first = True
         failed: list[BaseException] = []
@@ -103,7 +103,7 @@ class CheckpointedForward:
         def run(*_: Any) -> Any:
             nonlocal first
             if not first:
-                if versions != _versions((args, kwargs)):
+                if versions != _versions(before):
                     raise RuntimeError(
                         f"an argument of a checkpointed {type(self.module).__name__}, which is computed again in "
                         f"backward, was changed in place in its forward or since; change a copy, or shard the module "
