@@ -270,20 +270,13 @@ class _OfRanks:
         ]
         self._comm = bmt_comm.current_context().world if bmt_comm.is_initialized() else Communicator()
         self._facts = self._comm.all_gather_object(mine)
-        problem = None
-        if any(len(facts) != len(mine) for facts in self._facts):
-            problem = f"ranks have states of {[len(facts) for facts in self._facts]} parameters"
-        else:
-            try:
-                for index, where in enumerate(slices):
-                    for name in _KEYS:
-                        if where is not None:
-                            self._shard_group(self._sizes(index, name), where, index, name)
-            except ValueError as error:
-                problem = str(error)
-        for each in self._comm.all_gather_object(problem):
-            if each is not None:
-                raise ValueError(each)
+        with bmt_comm.errors_on_all(self._comm):
+            if any(len(facts) != len(mine) for facts in self._facts):
+                raise ValueError(f"ranks have states of {[len(facts) for facts in self._facts]} parameters")
+            for index, where in enumerate(slices):
+                for name in _KEYS:
+                    if where is not None:
+                        self._shard_group(self._sizes(index, name), where, index, name)
 
     def step(self, index: int) -> int | None:
         steps = [facts[index][0] for facts in self._facts if facts[index][0] is not None]

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_comm import not_compiled
 
 from .backward_context import current_backward
-from .caches import with_copied_caches
+from .caches import copied_arguments
 from .kept_operations import KeptOperations, KeptShare
 from .kept_results import Forward, Operation, Recomputation, Result
 from .memory_share import Recording, noting_saves, recording
@@ -94,7 +94,7 @@ class CheckpointedForward:
         if self._buffers is None:
             self._buffers = WrittenBuffers([self.module])
         buffers, views, copies = self._buffers, {group: c.views for group, c in calls.items()}, Copies()
-        before = with_copied_caches((args, kwargs))
+        before = copied_arguments((args, kwargs))
         versions = _versions(before)
         keeping = _Keeping(self.kept)
         first = True
@@ -109,7 +109,7 @@ class CheckpointedForward:
                         f"backward, was changed in place in its forward or since; change a copy, or shard the module "
                         f"with use_checkpoint=False"
                     )
-                given, named = with_copied_caches(before)
+                given, named = copied_arguments(before)
                 try:
                     with buffers.restored(copies):
                         return self._recompute(views, keeping, functools.partial(forward, *given, **named))

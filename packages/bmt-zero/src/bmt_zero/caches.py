@@ -18,6 +18,8 @@ from torch import nn
 
 from bmt_comm import not_compiled
 
+from .outputs import map_fields
+
 
 def turn_off_caches(model: nn.Module) -> None:
     """Pass ``use_cache=False`` to the modules of ``model`` that take ``use_cache``, while they train."""
@@ -60,19 +62,16 @@ class _WithoutCache:
         return args, {**kwargs, "use_cache": False}
 
 
-def with_copied_caches(value: Any) -> Any:
-    """``value`` (arguments of a forward) with copies of the caches and dataclasses in it, which share their tensors."""
+def copied_arguments(value: Any) -> Any:
+    """Arguments of a forward with copies of their containers, dataclasses and caches, which share the tensors."""
     if type(value) in (list, tuple):
-        return type(value)(map(with_copied_caches, value))
+        return type(value)(map(copied_arguments, value))
     if type(value) is dict:
-        return {key: with_copied_caches(item) for key, item in value.items()}
+        return {key: copied_arguments(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-        twin = copy.copy(value)
-        for name in (field.name for field in dataclasses.fields(value) if hasattr(value, field.name)):
-            object.__setattr__(twin, name, with_copied_caches(getattr(value, name)))
-        return twin
+        return map_fields(copied_arguments, value)
     if not hasattr(type(value), "get_seq_length"):  # of transformers' caches and of their layers
         return value
     twin = copy.copy(value)
-    twin.__dict__.update({key: with_copied_caches(item) for key, item in vars(value).items()})
+    twin.__dict__.update({key: copied_arguments(item) for key, item in vars(value).items()})
     return twin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return function(leaf)
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
-        twin = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            if hasattr(leaf, field.name):
-                object.__setattr__(twin, field.name, map_tensors(function, getattr(leaf, field.name)))
-        return twin
+        return map_fields(partial(map_tensors, function), leaf)
 
     return tree_map(of_leaf, value)
+
+
+def map_fields(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of a dataclass, frozen or not, with the results of a function in place of its fields."""
+    twin = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            object.__setattr__(twin, field.name, function(getattr(value, field.name)))
+    return twin
 
 
 def _contents(value: Any) -> list[Any]:

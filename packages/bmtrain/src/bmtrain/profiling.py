@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from bmt_comm import Communicator, current_context, raise_on_all
+from bmt_comm import Communicator, current_context, errors_on_all, raise_on_all
 
 _EXCHANGES = 8
 
@@ -53,12 +53,12 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
     activities = [torch.profiler.ProfilerActivity.CPU]
     if context.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with errors_on_all(context.world):
+        if context.rank == 0 and not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} for the profile {path.name}")
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("bmt.profile: a profiler runs already, and torch can have one at a time")
     problem: Exception | None = None
-    if context.rank == 0 and not path.parent.is_dir():
-        problem = FileNotFoundError(f"there is no folder {path.parent} for the profile {path.name}")
-    elif torch.autograd._profiler_enabled():
-        problem = RuntimeError("bmt.profile: a profiler runs already, and torch can have one at a time")
-    raise_on_all(context.world, problem)
     offset = _clock_offset(context.world)
     try:
         with torch.profiler.profile(activities=activities, profile_memory=memory) as profiler:

@@ -68,7 +68,7 @@ class Loading:
         given = self._given
         if given.optimizers:
             source = self._sources["optimizer"]
-            self._removed = given.remove_states_except({name.rpartition(".")[0] for name in source.entries})
+            self._removed = given.remove_states_except(source.entries)
             self._contents["optimizer"] = given.optimizer_contents(source.entries)
 
     def names(self) -> dict[str, Any]:

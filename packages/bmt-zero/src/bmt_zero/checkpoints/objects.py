@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Objects:
         """
         contents: dict[str, Content] = {}
         names = self.parameter_names()
-        stored = {name.rpartition(".")[0] for name in saved or ()}
+        stored = _with_states(saved or ())
         for number, optimizer in enumerate(self.optimizers):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             frozen = [param for param in params if not param.requires_grad and names.get(param) in stored]
@@ -118,18 +118,21 @@ class Objects:
                 contents[content.entry.name] = content
         return list(contents.values())
 
-    def remove_states_except(self, saved: Collection[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
-        """Remove and return the states of parameters whose names are not in ``saved`` from torch's optimizers.
+    def remove_states_except(self, saved: Iterable[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+        """Remove and return the states of parameters that have no ``saved`` states from torch's optimizers.
 
         These optimizers make new states in their next step.
+
+        Args:
+            saved: the names of states.
         """
-        names = self.parameter_names()
+        names, stored = self.parameter_names(), _with_states(saved)
         removed = [
             (optimizer, param, state)
             for optimizer in self.optimizers
             if not hasattr(optimizer, "state_records")
             for param, state in optimizer.state.items()
-            if param in names and names[param] not in saved
+            if param in names and names[param] not in stored
         ]
         for optimizer, param, _ in removed:
             del optimizer.state[param]
@@ -165,6 +168,11 @@ class Objects:
                     else:
                         _log.warning("%r, a file of %s, is left out of the checkpoint", path.name, type(each).__name__)
         return files
+
+
+def _with_states(saved: Iterable[str]) -> set[str]:
+    """The names of the parameters that have ``saved`` states."""
+    return {name.rpartition(".")[0] for name in saved}
 
 
 def _is_pretrained(each: Any) -> bool:

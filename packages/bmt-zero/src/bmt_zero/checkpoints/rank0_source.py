@@ -42,17 +42,14 @@ class Rank0Source:
         facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
         tied: dict[str, str] = {}
         versions: Any = None
-        if context.rank == 0:
-            try:
+        with errors_on_all(context.world):
+            if context.rank == 0:
                 self._source = open_source(path)
                 if at_once:
                     check_total(self._source)
                 tied, versions = dict(self._source.tied), self._source.versions
                 facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
                 facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
-            except Exception as error:
-                self._problem = error
-        self.check()
         self.facts, self.tied, self.versions = context.world.broadcast_object((facts, tied, versions))
 
     def _read(self, name: str, low: int, high: int) -> Tensor | None:
